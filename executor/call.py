@@ -1,0 +1,175 @@
+"""What is asked of a sandbox: one call, checked before anything is started, and the bytes that carry it inside.
+
+Nothing of a call shows in ``ps`` or in an engine's events: the engine's client is given a tiny loader and a random token,
+and the program that carries the call out, its request and its stdin follow on the client's stdin.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from executor.profile import CALL_ENV, check_argv
+from executor.result import InvalidCall
+
+MAX_ARGUMENT = 131_071
+"""Bytes that Linux allows in one argument or environment entry (MAX_ARG_STRLEN less its NUL)."""
+MAX_ARGUMENTS = 1_048_576
+"""Bytes that all arguments and the environment may have together: half of what an 8 MiB stack limit allows."""
+
+_ENV_KEY = re.compile(r"[^=\0]+\Z")
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+LOADER = (
+    "import os\n"
+    "def r(n):\n"
+    " b=b''\n"
+    " while len(b)<n:\n"
+    "  c=os.read(0,n-len(b))\n"
+    "  if not c:os._exit(125)\n"
+    "  b+=c\n"
+    " return b\n"
+    "exec(compile(r(int.from_bytes(r(4),'big')),'<emberpool>','exec'))"
+)
+"""What the client's argv holds instead of the call: read a length, read a program, run it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One execution: a program (``argv``) or Python source (``code``), exactly one of them.
+
+    ``env`` is added to what every call gets (``executor.profile.CALL_ENV``); it is the caller's explicit choice and nothing
+    of the host's environment is ever added to it. ``timeout`` is seconds from the start of the call to its answer;
+    ``max_output`` is the bytes kept of each of stdout and stderr. Raises ``InvalidCall`` naming the field.
+    """
+
+    argv: tuple[str, ...] = ()
+    code: str | None = None
+    stdin: bytes = b""
+    env: Mapping[str, str] = field(default_factory=dict)
+    timeout: float = 60.0
+    max_output: int = 1_048_576
+    max_input: int = 33_554_432
+
+    def __post_init__(self) -> None:
+        if bool(self.argv) == (self.code is not None):
+            raise InvalidCall("give either argv (a non-empty list: the program and its arguments) or code, not both")
+        if not isinstance(self.stdin, bytes):
+            raise InvalidCall(f"stdin must be bytes, not {type(self.stdin).__name__}")
+        if self.code is None:
+            _check_argv(self.argv)
+        total = _text_size("code", self.code or "") + len(self.stdin)
+        if total > self.max_input:
+            raise InvalidCall(f"code and stdin are {total} bytes together; at most {self.max_input} are taken")
+        if not 0 < self.timeout < 1e9:
+            raise InvalidCall(f"timeout must be above 0 seconds; it is {self.timeout}")
+        if self.max_output < 0:
+            raise InvalidCall(f"max_output must be 0 or more bytes; it is {self.max_output}")
+        _check_env(self.env)
+
+    @property
+    def kind(self) -> str:
+        """``argv`` or ``python``, for logs."""
+        return "argv" if self.code is None else "python"
+
+    def client_argv(self, token: str) -> tuple[str, ...]:
+        """What the engine is told to run in an image that has Python: the loader, and a token to know the exec by."""
+        return ("python3", "-I", "-B", "-c", LOADER, token)
+
+    def payload(self) -> bytes:
+        """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed."""
+        request: dict[str, Any] = {"env": {**CALL_ENV, **self.env}, "cwd": CALL_ENV["HOME"]}
+        if self.code is None:
+            request["argv"] = list(self.argv)
+        else:
+            request["code"] = self.code
+        return _frame(_program()) + _frame(json.dumps(request).encode("ascii"))
+
+
+@contextmanager
+def carried(call: Call, *, python: bool) -> Iterator[tuple[tuple[bytes, ...], str]]:
+    """How a call gets inside: what to write to the client's stdin, and the path for ``--env-file`` (``""`` for none).
+
+    An image without Python has no loader: its calls are argv only, stdin is the call's own, and the environment goes by a
+    private file, since no caller's value may enter the environment of the engine's client.
+    """
+    if python:
+        yield (call.payload(), call.stdin), ""
+        return
+    if call.code is not None:
+        raise InvalidCall("the image has no python3, so it runs argv calls only; configure an image with Python")
+    lines = [_env_line(key, value) for key, value in {**CALL_ENV, **call.env}.items()]
+    with tempfile.NamedTemporaryFile("w", prefix="emberpool-env-", encoding="utf-8") as file:
+        file.write("".join(lines))
+        file.flush()
+        yield (call.stdin,), file.name
+
+
+def _env_line(key: str, value: str) -> str:
+    if not _PLAIN_KEY.match(key) or "\n" in value or "\r" in value:
+        raise InvalidCall(
+            f"env {key[:40]!r}: the image has no python3, so a name must match {_PLAIN_KEY.pattern} and a value be one line"
+        )
+    return f"{key}={value}\n"
+
+
+def new_token() -> str:
+    """A word that no other exec of this engine has, to recognise one exec in the engine's events."""
+    return secrets.token_hex(8)
+
+
+@cache
+def _program() -> bytes:
+    return Path(__file__).with_name("bootstrap.py").read_bytes()
+
+
+def _frame(data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + data
+
+
+def _text_size(name: str, text: str) -> int:
+    if not isinstance(text, str):
+        raise InvalidCall(f"{name} must be a string, not {type(text).__name__}")
+    try:
+        return len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise InvalidCall(f"{name} holds a lone surrogate at {error.start}; it must be valid Unicode") from error
+
+
+def _check_argv(argv: tuple[str, ...]) -> None:
+    total = 0
+    for index, word in enumerate(argv):
+        size = _text_size(f"argv[{index}]", word)
+        total += size + 1
+        if size > MAX_ARGUMENT:
+            raise InvalidCall(f"argv[{index}] is {size} bytes; the kernel takes {MAX_ARGUMENT}. Send it on stdin")
+    if total > MAX_ARGUMENTS:
+        raise InvalidCall(f"argv is {total} bytes in all; at most {MAX_ARGUMENTS} are taken. Send data on stdin")
+    try:
+        check_argv(argv)
+    except ValueError as error:
+        raise InvalidCall(str(error)) from error
+
+
+def _check_env(env: Mapping[str, str]) -> None:
+    total = 0
+    for key, value in env.items():
+        if not isinstance(key, str) or not _ENV_KEY.match(key):
+            raise InvalidCall("env: a name must be a non-empty string without = and NUL")
+        size = _text_size("an env name", key) + _text_size(f"env {key[:40]!r}", value) + 1
+        total += size + 1
+        if "\0" in value:
+            raise InvalidCall(f"env {key[:40]!r}: the value holds a NUL byte, which no kernel accepts")
+        if size > MAX_ARGUMENT:
+            raise InvalidCall(f"env {key[:40]!r} is {size} bytes; the kernel takes {MAX_ARGUMENT}")
+    if total > MAX_ARGUMENTS:
+        raise InvalidCall(f"env is {total} bytes in all; at most {MAX_ARGUMENTS} are taken")

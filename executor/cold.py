@@ -1,0 +1,87 @@
+"""One disposable container for one call: started, fed, watched, and gone before the call has an outcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import anyio
+import structlog
+
+from executor.attached import Attached, run_attached
+from executor.call import Call, carried, new_token
+from executor.docker import classify
+from executor.engine import Engine, ImageInfo
+from executor.outcome import LIMIT_SIGNAL_CODE, exec_result
+from executor.profile import ContainerProfile, Identity
+from executor.result import CallResult, EmberpoolError, ProfileMismatch, SandboxDied
+from executor.watch import EventHub, Watch
+
+log = structlog.get_logger("emberpool.cold")
+
+REMOVE_TIMEOUT = 20.0
+GONE_PATIENCE = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColdSpec:
+    """What a cold container is started from; ``profile.user`` is the calls' ``uid:gid``."""
+
+    identity: Identity
+    profile: ContainerProfile
+    image: ImageInfo
+    python: bool = True
+
+
+async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -> CallResult:
+    """Run one call in a container of its own; the container is confirmed gone when this returns or raises.
+
+    Raises ``ImageMissing``, ``ProfileMismatch``, ``EngineUnavailable`` (nothing was started) or ``SandboxDied``.
+    """
+    if spec.image.volumes:
+        places = ", ".join(spec.image.volumes)
+        raise ProfileMismatch(f"the image declares VOLUME {places}: a writable place on the host's disk; rebuild it without")
+    watch = hub.watch(spec.identity.name)
+    argv = call.client_argv(new_token()) if spec.python else call.argv
+    try:
+        with carried(call, python=spec.python) as (stdin, env_file):
+            args = spec.profile.run_args(spec.image.id, *argv, identity=spec.identity, env_file=env_file)
+            end = await run_attached(
+                engine, args, stdin=stdin, timeout=call.timeout, max_output=call.max_output,
+                over=anyio.Event(), died=watch.died,
+            )  # fmt: skip
+        await _gone(engine, watch, patient=end.ended_by != "deadline")
+        return _outcome(end, watch, spec)
+    finally:
+        await _gone(engine, watch, patient=False)
+        hub.forget(spec.identity.name)
+
+
+def _outcome(end: Attached, watch: Watch, spec: ColdSpec) -> CallResult:
+    oom = bool(watch.ooms)
+    if end.ended_by == "deadline":
+        return exec_result(end, timed_out=True, oom=oom)
+    if watch.exit_code is not None and watch.started:
+        limits, cpus = spec.profile.limits, max(1.0, spec.profile.cpus or 1.0)
+        cpu = limits.cpu_seconds is not None and end.duration * cpus >= limits.cpu_seconds
+        return exec_result(
+            end, exit_code=watch.exit_code, oom=oom, cpu=cpu and watch.exit_code == LIMIT_SIGNAL_CODE
+        )
+    if not watch.started and end.code:
+        raise classify(bytes(end.stderr.kept), end.code, "starting a cold call")
+    raise SandboxDied("the engine was lost while the cold call ran; what the code did is unknown", cause="engine")
+
+
+async def _gone(engine: Engine, watch: Watch, *, patient: bool) -> None:
+    """Confirm that the container is absent: the engine removes it by itself when it ends; otherwise it is removed."""
+    with anyio.CancelScope(shield=True):
+        if patient and not watch.destroyed.is_set():
+            with anyio.move_on_after(GONE_PATIENCE):
+                await watch.destroyed.wait()
+        if watch.destroyed.is_set():
+            return
+        with anyio.move_on_after(REMOVE_TIMEOUT):
+            try:
+                await engine.remove(watch.name)
+                watch.destroyed.set()
+            except EmberpoolError as error:
+                log.warning("cold.remove_failed", sandbox=watch.name, error=str(error))

@@ -1,0 +1,293 @@
+"""The docker and podman command lines, behind the engine seam.
+
+Arguments of ``run`` and ``exec`` come ready from ``executor.profile``; this file adds only the words that ask an engine a
+question (``inspect``, ``rm``, ``ps``, ``events``) and turns an engine's stderr into a typed error, in one place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import structlog
+
+from executor import process
+from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
+from executor.process import Finished
+from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ProfileMismatch
+
+log = structlog.get_logger("emberpool.engine")
+
+_MAX_EVENT_LINE = 4_000_000
+_REMOVE_ATTEMPTS = 40
+
+# Matched in this order against lower-cased stderr. The texts are docker's (20.10 to 28) and podman's (4, 5).
+_SIGNS: tuple[tuple[type[EmberpoolError], tuple[str, ...]], ...] = (
+    (
+        EngineUnavailable,
+        (
+            "cannot connect to the docker daemon",
+            "error during connect",
+            "is the docker daemon running",
+            "permission denied while trying to connect",
+            "unable to connect to podman",
+            "cannot connect to podman",
+            "connection refused",
+            "unexpected eof",
+            "context deadline exceeded",
+            "transport is closing",
+        ),
+    ),
+    (NameTaken, ("is already in use by container", "the container name is already in use", "that name is already in use")),
+    (ImageMissing, ("no such image", "unable to find image", "image not known", "not found: does not exist or no pull access")),
+    (ContainerGone, ("no such container", "no container with name or id", "is not running", "can only create exec sessions on running")),
+    (ProfileMismatch, ("unknown or invalid runtime name", "unknown flag", "default oci runtime", "invalid runtime", "does not support")),
+)  # fmt: skip
+
+
+def classify(stderr: bytes, code: int, doing: str) -> EmberpoolError:
+    """Turn what an engine client printed on failure into one typed error. Total: every input gets one."""
+    text = " ".join(stderr.decode("utf-8", "replace").split())
+    short = text[:300] + ("..." if len(text) > 300 else "") or f"exit status {code} and no message"
+    lowered = text.lower()
+    for kind, signs in _SIGNS:
+        if any(sign in lowered for sign in signs):
+            if kind is EngineUnavailable:
+                return EngineUnavailable(f"the engine cannot be reached while {doing}: {short}", retry_after=1.0)
+            return kind(f"{doing}: {short}")
+    return EngineFailed(f"the engine failed while {doing}: {short}", retry_after=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where an engine is: the command, words that always follow it, and what its environment must hold besides.
+
+    ``found`` says in a few words how it was found; ``private`` is true for the engine of ``emberpool engine up``.
+    """
+
+    binary: str
+    kind: str = "docker"
+    words: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    found: str = ""
+    private: bool = False
+
+    @property
+    def argv(self) -> list[str]:
+        return [self.binary, *self.words]
+
+
+class CommandLineEngine:
+    """An engine driven by its command line. ``timeout`` bounds each question, ``start_timeout`` each start, in seconds;
+    at most ``concurrency`` questions are asked at once."""
+
+    def __init__(
+        self, endpoint: Endpoint, *, timeout: float = 15.0, start_timeout: float = 60.0, concurrency: int = 8
+    ) -> None:
+        self.endpoint = endpoint
+        self._timeout, self._start_timeout = timeout, start_timeout
+        self._env = process.client_environment(dict(endpoint.env))
+        self._limit = anyio.Semaphore(concurrency, fast_acquire=True)
+
+    def __repr__(self) -> str:
+        return f"<CommandLineEngine {self.endpoint.kind} found={self.endpoint.found!r}>"
+
+    async def _ask(self, *words: str, doing: str, timeout: float | None = None) -> Finished:
+        async with self._limit:
+            done = await process.run([*self.endpoint.argv, *words], self._env, timeout=timeout or self._timeout)
+        if done.code != 0:
+            raise classify(done.stderr, done.code, doing)
+        return done
+
+    async def _json(self, *words: str, doing: str) -> Any:
+        done = await self._ask(*words, doing=doing)
+        try:
+            return json.loads(done.stdout)
+        except ValueError as error:
+            raise EngineFailed(f"the engine's answer while {doing} is not JSON") from error
+
+    async def info(self) -> EngineInfo:
+        raw = await self._json("info", "--format", "{{json .}}", doing="asking the engine what it is")
+        if not isinstance(raw, dict):
+            raise EngineFailed("the engine's own description is not an object")
+        # `docker info` exits 0 although no daemon answered; the errors then stand in its answer.
+        if errors := raw.get("ServerErrors"):
+            raise classify(str(errors[0]).encode(), 1, "asking the engine what it is")
+        info = _podman_info(raw) if self.endpoint.kind == "podman" else _docker_info(raw)
+        return EngineInfo(kind=self.endpoint.kind, endpoint=self.endpoint.found, **info)
+
+    async def image(self, reference: str) -> ImageInfo:
+        raw = await self._json("image", "inspect", "--", reference, doing=f"looking up image {reference[:200]}")
+        try:
+            first = raw[0]
+            config = first.get("Config") or {}
+            identity = first["Id"]
+            return ImageInfo(
+                id=identity if ":" in identity else f"sha256:{identity}",
+                digests=tuple(first.get("RepoDigests") or ()),
+                user=config.get("User") or "",
+                env=tuple(config.get("Env") or ()),
+                volumes=tuple(config.get("Volumes") or ()),
+                size=int(first.get("Size") or 0),
+            )
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise EngineFailed(f"the engine's record of image {reference[:200]} has an unknown form") from error
+
+    async def start(self, args: Sequence[str]) -> str:
+        done = await self._ask(*args, doing="starting a container", timeout=self._start_timeout)
+        container = done.stdout.decode("ascii", "replace").strip().rpartition("\n")[2]
+        if len(container) != 64:
+            raise EngineFailed("the engine started a container without naming its ID")
+        return container
+
+    def attach(self, args: Sequence[str]) -> AbstractAsyncContextManager[Channel]:
+        return self._attach(args)
+
+    @asynccontextmanager
+    async def _attach(self, args: Sequence[str]) -> AsyncIterator[Channel]:
+        async with process.client([*self.endpoint.argv, *args], self._env) as client:
+            yield process.ClientChannel(client)
+
+    async def inspect(self, name: str) -> dict[str, Any]:
+        raw = await self._json("container", "inspect", "--", name, doing=f"inspecting {name}")
+        if not isinstance(raw, list) or len(raw) != 1 or not isinstance(raw[0], dict):
+            raise EngineFailed(f"the engine's record of {name} has an unknown form")
+        return raw[0]
+
+    async def kill(self, name: str) -> None:
+        await self._ask("kill", "--", name, doing=f"killing {name}")
+
+    async def remove(self, name: str) -> None:
+        # `rm -f` races with the engine's own removal of a --rm container ("already in progress"), so absence is what
+        # counts: remove, look, and look again.
+        for attempt in range(_REMOVE_ATTEMPTS):
+            try:
+                await self._ask("rm", "-f", "-v", "--", name, doing=f"removing {name}")
+            except ContainerGone:
+                return
+            except EngineFailed as error:
+                if attempt == _REMOVE_ATTEMPTS - 1:
+                    raise
+                log.debug("engine.remove_again", container=name, error=str(error))
+            try:
+                await self.inspect(name)
+            except ContainerGone:
+                return
+            await anyio.sleep(0.05 * (attempt + 1))
+        raise EngineFailed(f"{name} is still there after {_REMOVE_ATTEMPTS} removals", retry_after=5.0)
+
+    async def list(self, label: str, value: str) -> list[Listed]:
+        done = await self._ask(
+            "ps",
+            "-a",
+            "--no-trunc",
+            "--filter",
+            f"label={label}={value}",
+            "--format",
+            _PS_FORMAT,
+            doing="listing containers",
+        )
+        rows: list[Listed] = []
+        for line in done.stdout.decode("utf-8", "replace").splitlines():
+            try:
+                raw = json.loads(line)
+                rows.append(Listed(id=raw["i"], name=raw["n"].split(",")[0], running=raw["s"].lower().startswith("up")))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise EngineFailed("the engine's listing of containers has an unknown form") from error
+        return rows
+
+    def events(self, label: str, value: str, since: str) -> AbstractAsyncContextManager[AsyncIterator[EngineEvent]]:
+        return self._events(label, value, since)
+
+    @asynccontextmanager
+    async def _events(self, label: str, value: str, since: str) -> AsyncIterator[AsyncIterator[EngineEvent]]:
+        words = ["events", "--since", since, "--filter", "type=container", "--filter", f"label={label}={value}"]
+        async with process.client([*self.endpoint.argv, *words, "--format", "{{json .}}"], self._env) as client:
+            yield _read_events(process.ClientChannel(client))
+
+
+_PS_FORMAT = '{"i":{{json .ID}},"n":{{json .Names}},"s":{{json .Status}}}'
+
+
+async def _read_events(channel: Channel) -> AsyncIterator[EngineEvent]:
+    buffer = bytearray()
+    while data := await channel.receive_stdout():
+        buffer += data
+        *lines, rest = buffer.split(b"\n")
+        buffer = bytearray(rest)
+        for line in lines:
+            event = parse_event(bytes(line))
+            if event is not None:
+                yield event
+        if len(buffer) > _MAX_EVENT_LINE:
+            raise EngineFailed("the engine's event stream holds a line without end")
+
+
+def parse_event(line: bytes) -> EngineEvent | None:
+    """One line of ``docker events`` or ``podman events``; ``None`` for what is not a container event of a known form."""
+    try:
+        raw = json.loads(line)
+        if "Actor" in raw:
+            actor, attributes = raw["Actor"], raw["Actor"].get("Attributes") or {}
+            identity, name, when = actor["ID"], attributes.get("name", ""), int(raw["timeNano"])
+            action, _, detail = raw["Action"].partition(": ")
+        else:
+            attributes = raw.get("Attributes") or {}
+            identity, name = raw["ID"], raw.get("Name", "")
+            when = int(raw.get("timeNano") or 0)
+            action, detail = _PODMAN_ACTIONS.get(raw["Status"], raw["Status"]), ""
+        code = attributes.get("exitCode", raw.get("ContainerExitCode"))
+        return EngineEvent(
+            action=str(action),
+            container=str(identity),
+            name=str(name),
+            time=when,
+            detail=str(detail),
+            exec_id=str(attributes.get("execID", "")),
+            exit_code=None if code is None else int(code),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+_PODMAN_ACTIONS = {"died": "die", "remove": "destroy", "exec_died": "exec_die"}
+
+
+def _docker_info(raw: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "version": str(raw.get("ServerVersion") or ""),
+        "cgroup_driver": str(raw.get("CgroupDriver") or ""),
+        "cgroup_version": str(raw.get("CgroupVersion") or ""),
+        "memory": int(raw.get("MemTotal") or 0),
+        "cpus": int(raw.get("NCPU") or 0),
+        "rootless": any("rootless" in option for option in raw.get("SecurityOptions") or ()),
+        "runtimes": tuple(raw.get("Runtimes") or ()),
+        "default_runtime": str(raw.get("DefaultRuntime") or ""),
+        "runtime_version": str((raw.get("RuncCommit") or {}).get("ID") or ""),
+        "data_root": str(raw.get("DockerRootDir") or ""),
+        "time": str(raw.get("SystemTime") or ""),
+        "warnings": tuple(raw.get("Warnings") or ()),
+    }
+
+
+def _podman_info(raw: dict[str, Any]) -> dict[str, Any]:
+    host = raw.get("host") or {}
+    runtime = host.get("ociRuntime") or {}
+    return {
+        "version": str((raw.get("version") or {}).get("Version") or ""),
+        "cgroup_driver": str(host.get("cgroupManager") or ""),
+        "cgroup_version": str(host.get("cgroupVersion") or "").removeprefix("v"),
+        "memory": int(host.get("memTotal") or 0),
+        "cpus": int(host.get("cpus") or 0),
+        "rootless": bool((host.get("security") or {}).get("rootless")),
+        "runtimes": (str(runtime.get("name") or ""),),
+        "default_runtime": str(runtime.get("name") or ""),
+        "runtime_version": str(runtime.get("version") or ""),
+        "data_root": str((raw.get("store") or {}).get("graphRoot") or ""),
+        "time": "",
+        "warnings": (),
+    }

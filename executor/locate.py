@@ -1,0 +1,59 @@
+"""Find the engine: what the operator named, or else the first that answers.
+
+A named engine (``binary``, ``DOCKER_HOST``, ``CONTAINER_HOST``) is the only candidate: when it does not answer, that is an
+error and never a reason to run elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import structlog
+
+from executor.docker import CommandLineEngine, Endpoint
+from executor.engine import EngineInfo
+from executor.paths import engine_paths
+from executor.result import EmberpoolError, EngineUnavailable
+
+log = structlog.get_logger("emberpool.engine")
+
+_PROBE_TIMEOUT = 10.0
+
+
+def candidates(binary: str = "") -> Iterator[Endpoint]:
+    """The endpoints worth asking, best first. ``binary`` narrows the search to that command."""
+    docker = binary if "podman" not in binary.rpartition("/")[2] else ""
+    docker = docker or ("" if binary else "docker")
+    podman = "" if docker and binary else (binary or "podman")
+    if docker and shutil.which(docker):
+        if host := os.environ.get("DOCKER_HOST"):
+            private = host == f"unix://{engine_paths().socket}"
+            yield Endpoint(docker, env=(("DOCKER_HOST", host),), found=f"DOCKER_HOST={host}", private=private)
+            return
+        context = os.environ.get("DOCKER_CONTEXT", "")
+        yield Endpoint(docker, found=f"docker context {context or 'in use'}")
+        if context:
+            return
+        socket = engine_paths().socket
+        if socket.exists():
+            words = ("--host", f"unix://{socket}")
+            yield Endpoint(docker, words=words, found=f"private engine at {socket}", private=True)
+    if podman and shutil.which(podman):
+        yield Endpoint(podman, kind="podman", found="podman")
+
+
+async def find_engine(binary: str = "") -> tuple[CommandLineEngine, EngineInfo]:
+    """The first engine that answers, and what it says of itself. Raises ``EngineUnavailable`` naming all that were asked."""
+    failures: list[str] = []
+    for endpoint in candidates(binary):
+        try:
+            info = await CommandLineEngine(endpoint, timeout=_PROBE_TIMEOUT).info()
+        except EmberpoolError as error:
+            failures.append(f"{endpoint.found}: {error}")
+            log.debug("engine.no_answer", endpoint=endpoint.found, error=str(error))
+            continue
+        return CommandLineEngine(endpoint), info
+    asked = "; ".join(failures) or f"no {binary or 'docker or podman'} command on PATH"
+    raise EngineUnavailable(f"no container engine answers ({asked}). `emberpool engine up` starts one", retry_after=2.0)

@@ -1,0 +1,70 @@
+"""Locks between processes, on files: they end with the process that holds them, however it ends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import anyio
+
+from executor.result import EngineUnavailable
+
+_RETRY = 0.05
+
+
+def private_directory(path: Path) -> None:
+    """Make a directory that only its owner enters; its parents stay open to everyone where they are new."""
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+@contextmanager
+def try_lock(path: Path, *, shared: bool = False) -> Iterator[bool]:
+    """Lock ``path`` without waiting and hold the lock inside the block; yields whether it was free."""
+    import fcntl  # not on Windows, where only this function is missed
+
+    private_directory(path.parent)
+    # The lock is on an open file, so no child of this process may inherit it: O_CLOEXEC is Python's default.
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
+@asynccontextmanager
+async def exclusive(path: Path, *, timeout: float, doing: str) -> AsyncIterator[None]:
+    """Hold ``path`` locked inside the block, after ``timeout`` seconds at most. Raises ``EngineUnavailable`` past it."""
+    deadline = anyio.current_time() + timeout
+    while True:
+        with try_lock(path) as free:
+            if free:
+                yield
+                return
+        # A blocking flock in a thread could not be cancelled.
+        if anyio.current_time() >= deadline:
+            raise EngineUnavailable(
+                f"another process is still {doing} after {timeout:g} s (it holds {path})", retry_after=10.0
+            )
+        await anyio.sleep(_RETRY)
+
+
+def holders(path: Path) -> list[int]:
+    """The pids that hold ``path``'s lock shared, as Linux tells; empty where it does not."""
+    try:
+        info = path.stat()
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return []
+    place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
+    found = [line.split() for line in lines if "->" not in line]
+    return sorted(
+        int(words[4]) for words in found if words[1] == "FLOCK" and words[3] == "READ" and words[5] == place
+    )

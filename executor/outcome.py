@@ -1,0 +1,38 @@
+"""Turn how an attached client and its container ended into a call's result."""
+
+from __future__ import annotations
+
+import signal
+
+from executor.attached import Attached
+from executor.result import CallResult
+
+LIMIT_SIGNAL_CODE = 128 + int(getattr(signal, "SIGXCPU", 24))
+KILL_CODE = 128 + 9
+
+
+def exec_result(
+    end: Attached, *, exit_code: int | None = None, timed_out: bool = False, oom: bool = False, cpu: bool = False
+) -> CallResult:
+    """The result of a call by plain exec or plain run.
+
+    An engine reports 128 + n for a signal n, and cannot tell it from ``exit(128 + n)``: ``signal`` is set only where
+    something else explains the death, an out-of-memory event (``oom``) or a used-up CPU limit (``cpu``).
+    """
+    killed_by: int | None = None
+    if oom and exit_code == KILL_CODE:
+        killed_by = KILL_CODE - 128
+    elif cpu:
+        killed_by = LIMIT_SIGNAL_CODE - 128
+    return CallResult(
+        exit_code=None if killed_by is not None else exit_code,
+        signal=killed_by,
+        timed_out=timed_out,
+        oom_killed=oom and killed_by is not None and not cpu,
+        cpu_limit=cpu,
+        stdout=bytes(end.stdout.kept),
+        stderr=bytes(end.stderr.kept),
+        stdout_total=end.stdout.total,
+        stderr_total=end.stderr.total,
+        duration=end.duration,
+    )

@@ -1,0 +1,174 @@
+"""Engine client processes: the only place where emberpool starts one (the private engine's daemon aside).
+
+Every client runs in a session of its own (a Ctrl-C at the terminal must not end it before its container is dealt with),
+with a chosen environment, and is killed and reaped whenever its block is left, cancelled or not.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+from anyio.abc import ByteReceiveStream, Process
+
+from executor.result import EngineFailed, EngineUnavailable
+
+READ_SIZE = 65_536
+
+_FORWARDED = (
+    "PATH", "HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "SSH_AUTH_SOCK", "TMPDIR",
+    "DOCKER_CERT_PATH", "DOCKER_TLS_VERIFY", "DOCKER_TLS", "DOCKER_API_VERSION", "DOCKER_CONFIG", "DOCKER_CONTEXT",
+    "DOCKER_HOST", "CONTAINER_HOST", "CONTAINER_SSHKEY", "CONTAINERS_CONF", "SYSTEMROOT", "USERPROFILE", "APPDATA",
+)  # fmt: skip
+
+
+def client_environment(overrides: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of an engine client: what it needs to find its engine, and nothing else of this process's own."""
+    env = {key: os.environ[key] for key in _FORWARDED if key in os.environ}
+    env.setdefault("PATH", os.defpath)
+    env["LC_ALL"] = "C"
+    env.update(overrides or {})
+    return env
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A command that ended: its status and the beginning of what it printed."""
+
+    code: int
+    stdout: bytes
+    stderr: bytes
+
+
+class ClientChannel:
+    """An attached client's streams, as ``executor.engine.Channel`` describes them."""
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdin is not None  # noqa: S101 - all three are pipes, see `client`
+        assert process.stdout is not None  # noqa: S101
+        assert process.stderr is not None  # noqa: S101
+        self._process, self._stdin = process, process.stdin
+        self._stdout, self._stderr = process.stdout, process.stderr
+
+    async def send(self, data: bytes) -> None:
+        try:
+            await self._stdin.send(data)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+            raise BrokenPipeError("the engine client's stdin is closed") from error
+
+    async def close_stdin(self) -> None:
+        await self._stdin.aclose()
+
+    async def receive_stdout(self) -> bytes:
+        return await receive(self._stdout)
+
+    async def receive_stderr(self) -> bytes:
+        return await receive(self._stderr)
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        _kill(self._process)
+
+
+@asynccontextmanager
+async def client(argv: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[Process]:
+    """Start a process with three pipes; it is dead and reaped once the block is left."""
+    # Starting is short and must not be torn: a cancel between fork and hand-over would leak the child.
+    with anyio.CancelScope(shield=True):
+        try:
+            process = await anyio.open_process(
+                list(argv), stdin=subprocess.PIPE, env=dict(env), start_new_session=True, cwd="/"
+            )
+        except FileNotFoundError as error:
+            raise EngineUnavailable(
+                f"there is no {argv[0]!r} command on this machine; `emberpool engine up` helps"
+            ) from error
+        except OSError as error:
+            raise EngineUnavailable(f"the command {argv[0]!r} cannot be started: {error}") from error
+    try:
+        yield process
+    finally:
+        with anyio.CancelScope(shield=True):
+            _kill(process)
+            await process.wait()
+            await process.aclose()
+
+
+async def run(
+    argv: Sequence[str], env: Mapping[str, str], *, timeout: float, max_output: int = 8_000_000, stdin: bytes = b""
+) -> Finished:
+    """Run a command to its end within ``timeout`` seconds; raises ``EngineUnavailable`` past it, ``EngineFailed`` on a flood.
+
+    Of stderr only the first 64 KiB are kept; a command may flood it and is drained all the same.
+    """
+    shown = " ".join(argv[:2])
+    with anyio.move_on_after(timeout) as deadline:
+        async with client(argv, env) as process:
+            out, err = Capped(max_output), Capped(65_536)
+            assert process.stdout is not None  # noqa: S101 - all three are pipes
+            assert process.stderr is not None  # noqa: S101
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(drain, process.stdout, out)
+                tasks.start_soon(drain, process.stderr, err)
+                tasks.start_soon(feed, process, stdin)
+            code = await process.wait()
+            if out.total > max_output:
+                raise EngineFailed(f"`{shown}` printed {out.total} bytes, more than the {max_output} that are read")
+            return Finished(code, bytes(out.kept), bytes(err.kept))
+    assert deadline.cancelled_caught  # noqa: S101 - the block above returns or raises otherwise
+    raise EngineUnavailable(f"`{shown}` did not end within {timeout:g} s", retry_after=timeout)
+
+
+class Capped:
+    """Bytes of a stream up to a cap, and the count of them all. ``room`` is what may still be kept."""
+
+    __slots__ = ("cap", "kept", "total")
+
+    def __init__(self, cap: int) -> None:
+        self.cap, self.total = cap, 0
+        self.kept = bytearray()
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        room = self.cap - len(self.kept)
+        if room > 0:
+            self.kept += data[:room]
+
+
+async def receive(stream: ByteReceiveStream) -> bytes:
+    """The next bytes of a stream, ``b""`` at its end, however it ended."""
+    try:
+        return await stream.receive(READ_SIZE)
+    except (anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError):
+        return b""
+
+
+async def drain(stream: ByteReceiveStream, into: Capped) -> None:
+    """Read a stream to its end, keeping what the cap allows."""
+    while data := await receive(stream):
+        into.add(data)
+
+
+async def feed(process: Process, data: bytes) -> None:
+    """Write ``data`` to a process's stdin and close it; a process that does not read it is no error."""
+    assert process.stdin is not None  # noqa: S101 - all three are pipes
+    try:
+        if data:
+            await process.stdin.send(data)
+        await process.stdin.aclose()
+    except (anyio.BrokenResourceError, anyio.ClosedResourceError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _kill(process: Process) -> None:
+    if process.returncode is None:
+        try:
+            process.kill()
+        except ProcessLookupError:
+            return

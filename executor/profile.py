@@ -1,0 +1,256 @@
+"""The hardened container profile: every docker flag that emberpool ever emits is written in this file, and nowhere else.
+
+The shared profile and the order of its flags come from the container-sandbox memo (docs/security.md). Additions only
+tighten and stand after the memo's flags. Everything here is pure: strings in, argv out, ``ValueError`` on bad input.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}\Z")
+_USER = re.compile(r"[0-9]{1,10}:[0-9]{1,10}\Z")
+_ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_LABEL_KEY = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
+_IMAGE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.:/@-]*\Z")
+_WORD = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.:-]*\Z")
+_MOUNT_OPTIONS = frozenset({"ro", "rw", "z", "Z", "private", "rprivate"})
+
+WRITABLE_BESIDES_TMP = ("/dev/shm", "/dev/mqueue")  # noqa: S108 - names, not a use of them
+"""Writable under a read-only root in every container; multiprocessing needs the first. Counted in the memory limit."""
+
+BASE_ENV = {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}  # noqa: S108 - the container's own /tmp
+"""What every container's environment holds besides the image's own."""
+
+CALL_ENV = {**BASE_ENV, "USER": "sandbox", "LOGNAME": "sandbox", "LANG": "C.UTF-8"}
+"""What every call's environment starts from: the calls' uid has no passwd entry, and ``getpass.getuser()`` needs one."""
+
+LABEL_POOL, LABEL_INSTANCE, LABEL_CONFIG, LABEL_KIND = (
+    "emberpool.pool",
+    "emberpool.instance",
+    "emberpool.config",
+    "emberpool.kind",
+)
+ContainerKind = Literal["sandbox", "cold", "probe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Resource limits; ``None`` leaves the flag out. Seconds, MiB, descriptors, MiB."""
+
+    cpu_seconds: int | None = 30
+    memory_mb: int | None = 512
+    open_files: int | None = 256
+    file_size_mb: int | None = 64
+
+    def __post_init__(self) -> None:
+        for name in ("cpu_seconds", "memory_mb", "open_files", "file_size_mb"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, or left out for no limit; it is {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """How a container is found again: its name and labels. Hints, not proof of ownership (anyone can copy them)."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not _NAME.match(self.name):
+            raise ValueError(f"container name {self.name[:40]!r} must match {_NAME.pattern}")
+        for key, value in self.labels.items():
+            if not _LABEL_KEY.match(key) or _has_control(value):
+                raise ValueError(f"label {key[:40]!r}: keys match {_LABEL_KEY.pattern}, values are one printable line")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerProfile:
+    """The shared profile: the memo's fields, order and defaults, then the additions that tighten it.
+
+    ``user`` is ``""`` for the image's own or a numeric ``uid:gid``. ``mounts`` are ``-v`` specs (absolute source,
+    absolute target, options) and nothing is mounted implicitly. ``env`` holds ``KEY=VALUE`` that the caller has already
+    filtered; it shows in the engine's client argv, so it is for the profile's own variables: a call's environment travels
+    by stdin. Source: memo 3.1 and 3.2.
+    """
+
+    network: str = "none"
+    limits: Limits = field(default_factory=Limits)
+    pids: int = 128
+    tmpfs_mb: int = 64
+    user: str = ""
+    workdir: str = "/tmp"  # noqa: S108 - the container's own /tmp
+    mounts: tuple[str, ...] = ()
+    env: tuple[str, ...] = tuple(f"{key}={value}" for key, value in BASE_ENV.items())
+    cpus: float | None = 1.0
+    cpu_limit: bool = True
+    runtime: str = ""
+    seccomp: str = ""
+    cgroup_parent: str = ""
+
+    def __post_init__(self) -> None:
+        if not _WORD.match(self.network):
+            raise ValueError(f"network {self.network[:40]!r} must match {_WORD.pattern}")
+        for name in ("pids", "tmpfs_mb"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; it is {getattr(self, name)}")
+        if self.cpus is not None and not 0 < self.cpus < 10_000:
+            raise ValueError(f"cpus must be above 0, or left out for no limit; it is {self.cpus}")
+        check_user(self.user)
+        if not self.workdir.startswith("/") or _has_control(self.workdir):
+            raise ValueError(f"workdir {self.workdir[:40]!r} must be an absolute path")
+        for spec in self.mounts:
+            check_mount(spec)
+        for item in self.env:
+            key, sign, value = item.partition("=")
+            if not sign or not _ENV_KEY.match(key) or "\0" in value:
+                raise ValueError(f"env entry {key[:40]!r} must be KEY=VALUE with a key that matches {_ENV_KEY.pattern}")
+        if self.runtime and not _WORD.match(self.runtime):
+            raise ValueError(f"runtime {self.runtime[:40]!r} must match {_WORD.pattern}")
+        if self.seccomp and (not self.seccomp.startswith("/") or _has_control(self.seccomp)):
+            raise ValueError(
+                f"seccomp {self.seccomp[:40]!r} must be the absolute path of a profile; it cannot be turned off"
+            )
+        if self.cgroup_parent and not re.match(r"/?[a-zA-Z0-9][a-zA-Z0-9_.-]*\Z", self.cgroup_parent):
+            raise ValueError(f"cgroup_parent {self.cgroup_parent[:40]!r} must be one plain name")
+
+    def run_args(self, image: str, *argv: str, identity: Identity | None = None, env_file: str = "") -> list[str]:
+        """The argv (without the engine's binary) of a disposable container that runs ``argv`` attached to stdin."""
+        additions = ["--entrypoint", "", *_identity_args(identity)]
+        if env_file:
+            additions += ["--env-file", env_file]
+        return [*self._flags(), *additions, *self._tail(image, argv)]
+
+    def sandbox_args(self, image: str, *, identity: Identity, staging: str, lifetime: float) -> list[str]:
+        """The argv of a detached session sandbox whose PID 1 ends by itself after ``lifetime`` seconds.
+
+        ``staging`` is the host directory that appears read-only at ``/tool``; it must exist (``--mount`` refuses a
+        missing source, where ``-v`` would create one silently).
+        """
+        if not staging.startswith("/") or _has_control(staging):
+            raise ValueError(f"staging {staging[:40]!r} must be an absolute path")
+        source = staging.replace('"', '""')
+        additions = [
+            "--entrypoint",
+            "",
+            *_identity_args(identity),
+            "-d",
+            "--init",
+            "--mount",
+            f'type=bind,"source={source}",target=/tool,readonly',
+        ]
+        return [*self._flags(), *additions, *self._tail(image, ("sleep", str(max(1, round(lifetime)))))]
+
+    def _flags(self) -> list[str]:
+        limits = self.limits
+        args = ["run", "--rm", "-i", "--network", self.network, "--read-only", "--cap-drop", "ALL"]
+        args += ["--security-opt", "no-new-privileges", "--pids-limit", str(self.pids)]
+        args += ["--tmpfs", f"/tmp:rw,noexec,nosuid,size={self.tmpfs_mb}m"]  # noqa: S108 - the container's own /tmp
+        for spec in self.mounts:
+            args += ["-v", spec]
+        args += ["--workdir", self.workdir]
+        if self.user:
+            args += ["--user", self.user]
+        if limits.memory_mb is not None:
+            args += ["--memory", f"{limits.memory_mb}m"]
+        if self.cpus is not None:
+            args += ["--cpus", f"{self.cpus:g}"]
+        if limits.open_files is not None:
+            args += ["--ulimit", f"nofile={limits.open_files}"]
+        if limits.file_size_mb is not None:
+            args += ["--ulimit", f"fsize={limits.file_size_mb * 1024 * 1024}"]
+        if limits.cpu_seconds is not None and self.cpu_limit:
+            # Soft below hard, so that SIGXCPU can be told from any SIGKILL.
+            args += ["--ulimit", f"cpu={limits.cpu_seconds}:{limits.cpu_seconds + 1}"]
+        if limits.memory_mb is not None:
+            args += ["--memory-swap", f"{limits.memory_mb}m"]
+        # Tool code can write to PID 1's stdout; a logging driver would put that on the host's disk.
+        args += ["--log-driver", "none", "--pull", "never", "--no-healthcheck"]
+        if self.runtime:
+            args += ["--runtime", self.runtime]
+        if self.seccomp:
+            args += ["--security-opt", f"seccomp={self.seccomp}"]
+        if self.cgroup_parent:
+            args += ["--cgroup-parent", self.cgroup_parent]
+        return args
+
+    def _tail(self, image: str, argv: Sequence[str]) -> list[str]:
+        if not _IMAGE.match(image):
+            raise ValueError(f"image {image[:40]!r} must match {_IMAGE.pattern}")
+        check_argv(argv)
+        args: list[str] = []
+        for item in self.env:
+            args += ["--env", item]
+        return [*args, image, *argv]
+
+
+def exec_args(name: str, argv: Sequence[str], *, user: str, env_file: str = "") -> list[str]:
+    """The argv of a plain exec in the container ``name``. The working directory is never set here: ``exec -w`` is a known
+    way out of a container (CVE-2024-21626), so what runs inside sets its own."""
+    if not _NAME.match(name):
+        raise ValueError(f"container name {name[:40]!r} must match {_NAME.pattern}")
+    check_user(user)
+    check_argv(argv)
+    args = ["exec", "-i"]
+    if user:
+        args += ["-u", user]
+    if env_file:
+        args += ["--env-file", env_file]
+    return [*args, name, *argv]
+
+
+def check_user(user: str) -> None:
+    """``ValueError`` unless ``user`` is empty (the image's own) or a numeric ``uid:gid``."""
+    if user and not _USER.match(user):
+        raise ValueError(f"user {user[:40]!r} must be numeric uid:gid, for example 1000:1000")
+
+
+def check_argv(argv: Sequence[str]) -> None:
+    """``ValueError`` unless ``argv`` is a non-empty list of strings that a kernel can take."""
+    if not argv:
+        raise ValueError("argv must name a program; it is empty")
+    if not argv[0]:
+        raise ValueError("argv[0] must name a program; it is an empty string")
+    for index, word in enumerate(argv):
+        if "\0" in word:
+            raise ValueError(f"argv[{index}] holds a NUL byte, which no kernel accepts")
+
+
+def check_mount(spec: str) -> None:
+    """``ValueError`` unless ``spec`` is ``/source:/target[:option,...]`` with absolute paths outside our own places."""
+    parts = spec.split(":")
+    rule = "a mount is /host/path:/container/path or /host/path:/container/path:ro"
+    if len(parts) not in (2, 3) or _has_control(spec):
+        raise ValueError(f"mount {spec[:80]!r}: {rule}")
+    source, target = parts[0], parts[1]
+    if not source.startswith("/") or not target.startswith("/"):
+        raise ValueError(f"mount {spec[:80]!r}: both paths must be absolute; {rule}")
+    if any(part in ("..", ".") for part in (*source.split("/"), *target.split("/"))):
+        raise ValueError(f"mount {spec[:80]!r}: paths must not contain . or ..")
+    owned = ("/", "/tmp", "/tool", "/proc", "/sys", "/dev")  # noqa: S108 - the container's own places
+    place = "/" + "/".join(part for part in target.split("/") if part)
+    if place in owned or place.startswith(("/tool/", "/proc/", "/sys/", "/dev/")):
+        raise ValueError(f"mount {spec[:80]!r}: {place} belongs to the sandbox itself; choose another target")
+    if len(parts) == 3:
+        unknown = [option for option in parts[2].split(",") if option not in _MOUNT_OPTIONS]
+        if unknown:
+            raise ValueError(
+                f"mount {spec[:80]!r}: unknown option {unknown[0][:20]!r}; known: {sorted(_MOUNT_OPTIONS)}"
+            )
+
+
+def _identity_args(identity: Identity | None) -> list[str]:
+    if identity is None:
+        return []
+    args = ["--name", identity.name]
+    for key, value in sorted(identity.labels.items()):
+        args += ["--label", f"{key}={value}"]
+    return args
+
+
+def _has_control(text: str) -> bool:
+    return any(ord(char) < 32 or ord(char) == 127 for char in text)

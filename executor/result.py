@@ -1,0 +1,154 @@
+"""What a call can end in: one result or one error, never both and never neither.
+
+A *result* says what the caller's code did. An *error* says what the boundary did. The two are never confused: a missing
+container, a dead daemon or a lost exec is an error, not "exit status 1".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+DeathCause = Literal["oom", "killed", "runner", "protocol", "drained", "engine", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallResult:
+    """What the caller's code did.
+
+    ``exit_code`` is 0..255, or ``None`` where the process was ended by ``signal`` or by its deadline. A plain exec
+    cannot tell ``exit(137)`` from SIGKILL: there, ``signal`` is only set where an engine event explains the death.
+    ``stdout`` and ``stderr`` are the first ``max_output`` bytes of each; ``stdout_total`` and ``stderr_total`` count every
+    byte that the code wrote. Durations are seconds; ``max_rss`` is bytes; both resource figures are ``None`` where
+    nothing inside the container measured them. ``generation`` names the sandbox that the call ran in (``""`` when cold).
+    """
+
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    stdout_total: int
+    stderr_total: int
+    duration: float
+    signal: int | None = None
+    timed_out: bool = False
+    oom_killed: bool = False
+    cpu_limit: bool = False
+    cpu_seconds: float | None = None
+    max_rss: int | None = None
+    generation: str = ""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether either stream lost bytes to ``max_output``."""
+        return self.stdout_total > len(self.stdout) or self.stderr_total > len(self.stderr)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the code ended by itself with exit status 0."""
+        return self.exit_code == 0 and not self.timed_out
+
+
+class EmberpoolError(Exception):
+    """The root of every refusal and error.
+
+    ``reason`` is a stable word for logs and metrics. ``retryable`` says whether the same request can succeed later without
+    anyone changing anything; ``retry_after`` is a hint in seconds. ``started`` is true where the caller's code may have
+    run: an automatic retry is allowed only where it is false.
+    """
+
+    reason: ClassVar[str] = "error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, retry_after: float | None = None, started: bool = False) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.started = started
+
+
+class EngineUnavailable(EmberpoolError):
+    """The engine cannot be reached, did not answer in time, or its circuit is open."""
+
+    reason = "engine_unavailable"
+    retryable = True
+
+
+class EngineFailed(EngineUnavailable):
+    """The engine answered, and declined for a reason of its own (its message is kept, shortened)."""
+
+    reason = "engine_failed"
+
+
+class ImageMissing(EmberpoolError):
+    """The image is not on the engine; nothing is ever pulled on the way to a call."""
+
+    reason = "image_missing"
+
+
+class ProfileMismatch(EmberpoolError):
+    """The boundary is weaker than the profile asks, or cannot be read back."""
+
+    reason = "profile_mismatch"
+
+
+class PoolExhausted(EmberpoolError):
+    """No capacity within the caller's deadline, or the queue is full."""
+
+    reason = "pool_exhausted"
+    retryable = True
+
+
+class QuotaExceeded(EmberpoolError):
+    """This agent already holds its share of sessions."""
+
+    reason = "quota_exceeded"
+    retryable = True
+
+
+class SessionBusy(EmberpoolError):
+    """The session's earlier calls took this call's whole deadline; it never started."""
+
+    reason = "session_busy"
+    retryable = True
+
+
+class SandboxDied(EmberpoolError):
+    """The sandbox ended under the call; whatever the session kept in it is gone."""
+
+    reason = "sandbox_died"
+    retryable = True
+
+    def __init__(
+        self, message: str, *, cause: DeathCause, retry_after: float | None = None, started: bool = True
+    ) -> None:
+        super().__init__(message, retry_after=retry_after, started=started)
+        self.cause: DeathCause = cause
+
+
+class StateLost(EmberpoolError):
+    """The caller asked for a generation that is gone."""
+
+    reason = "state_lost"
+
+
+class SessionClosed(EmberpoolError):
+    """The session was closed, or the handle was released, before this call."""
+
+    reason = "session_closed"
+
+
+class PoolClosed(EmberpoolError):
+    """The pool is closed or closing."""
+
+    reason = "pool_closed"
+
+
+class PoolUnusable(EmberpoolError):
+    """The state directory is locked, foreign, writable by others, symlinked or damaged; nothing was touched."""
+
+    reason = "pool_unusable"
+
+
+class InvalidCall(EmberpoolError):
+    """The request itself is wrong; the message names the field and what is allowed."""
+
+    reason = "invalid_call"

@@ -1,0 +1,118 @@
+"""What engine events say of each container: the only witness of how an exec or a container ended.
+
+An engine client's exit status proves nothing (1, 125, 126, 127 and 137 each have several meanings). So every container
+has a ``Watch`` from before its start, and outcomes are read from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import anyio
+
+from executor.engine import EngineEvent
+from executor.result import DeathCause
+
+
+class ExecWatch:
+    """One exec, recognised by its command line: whether it was created, and how it ended."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+        self.exec_id = ""
+        self.exit_code: int | None = None
+        self.ended = anyio.Event()
+
+    @property
+    def created(self) -> bool:
+        return bool(self.exec_id)
+
+
+class Watch:
+    """One container. ``ooms`` counts out-of-memory events (they come in storms; only "any since" means something)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.created = self.started = False
+        self.exit_code: int | None = None
+        self.ooms = 0
+        self.died = anyio.Event()
+        self.destroyed = anyio.Event()
+        self.engine_lost = False
+        self._execs: list[ExecWatch] = []
+
+    def expect(self, argv: Sequence[str]) -> ExecWatch:
+        """Announce an exec before it is made; forget it with ``dismiss``."""
+        watch = ExecWatch(" ".join(argv))
+        self._execs.append(watch)
+        return watch
+
+    def dismiss(self, watch: ExecWatch) -> None:
+        self._execs.remove(watch)
+
+    def take(self, event: EngineEvent) -> None:
+        """Note one event of this container; unknown actions say nothing."""
+        if event.action == "create":
+            self.created = True
+        elif event.action == "start":
+            self.started = True
+        elif event.action == "oom":
+            self.ooms += 1
+        elif event.action == "die":
+            self.exit_code = event.exit_code
+            self.died.set()
+        elif event.action == "destroy":
+            self.died.set()
+            self.destroyed.set()
+        elif event.action == "exec_create":
+            for watch in self._execs:
+                if not watch.exec_id and watch.command == event.detail:
+                    watch.exec_id = event.exec_id
+                    break
+        elif event.action == "exec_die":
+            for watch in self._execs:
+                if watch.exec_id and watch.exec_id == event.exec_id:
+                    watch.exit_code = event.exit_code
+                    watch.ended.set()
+
+    def lost(self) -> None:
+        """The engine says that this container is no more, without an event of its end having been seen."""
+        self.engine_lost = True
+        self.died.set()
+        self.destroyed.set()
+
+    @property
+    def cause(self) -> DeathCause:
+        """Why the container died, as far as its events tell."""
+        if self.engine_lost:
+            return "engine"
+        if self.exit_code is None:
+            return "unknown"
+        if self.ooms and self.exit_code == 137:
+            return "oom"
+        return "killed" if self.exit_code in (137, 143) else "unknown"
+
+
+class EventHub:
+    """All watches of one engine connection. ``connected`` is false while its event stream is not running."""
+
+    def __init__(self) -> None:
+        self.connected = False
+        self._watches: dict[str, Watch] = {}
+
+    def watch(self, name: str) -> Watch:
+        """The watch of the container ``name``, made on first use; make it before the container."""
+        return self._watches.setdefault(name, Watch(name))
+
+    def forget(self, name: str) -> None:
+        self._watches.pop(name, None)
+
+    def publish(self, event: EngineEvent) -> Watch | None:
+        """Hand an event to its container's watch, and return that; ``None`` for a container that nobody watches."""
+        watch = self._watches.get(event.name)
+        if watch is not None:
+            watch.take(event)
+        return watch
+
+    def names(self) -> list[str]:
+        return list(self._watches)

@@ -1,0 +1,1 @@
+"""Who owns which sandbox, and when: the warm pool, its sessions and its supervisor."""

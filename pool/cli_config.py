@@ -1,0 +1,104 @@
+"""``emberpool config``: say what a configuration means, or everything that is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic.fields import FieldInfo
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pool.config import ConfigError, Loaded, check_host, load
+from pool.config_models import SECTIONS
+from pool.config_types import (
+    UidRange,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_duration_or_off,
+    parse_size,
+)
+
+config_app = typer.Typer(name="config", help="Check a configuration.", no_args_is_help=True)
+
+# Wide enough for every value that is not a list, so that a pipe gets one line for each key.
+_PIPE_WIDTH = 160
+
+
+@config_app.callback()
+def _config() -> None:
+    """Check a configuration."""
+
+
+@config_app.command("check")
+def check(
+    file: Annotated[
+        Path,
+        typer.Argument(help="The TOML file; EMBERPOOL_... variables go on top of it.", show_default=False),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Check FILE, with the environment on top of it, against every rule and against this host.
+
+    Prints ok and the effective settings; or every problem, one a line, and ends with status 1.
+    """
+    try:
+        loaded = load(file)
+        problems = check_host(loaded.settings, host_memory())
+    except ConfigError as error:
+        loaded, problems = None, [str(problem) for problem in error.problems]
+    if loaded is None or problems:
+        if as_json:
+            typer.echo(json.dumps({"ok": False, "problems": problems}, indent=2))
+        else:
+            for problem in problems:
+                typer.echo(problem, err=True)
+        raise typer.Exit(1)
+    if as_json:
+        settings = loaded.settings.model_dump(mode="json")
+        typer.echo(json.dumps({"ok": True, "settings": settings, "origins": dict(loaded.origins)}, indent=2))
+        return
+    typer.echo("ok")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    console.print(_table(loaded))
+
+
+def host_memory() -> int:
+    """This host's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _table(loaded: Loaded) -> Table:
+    table = Table("setting", "value", "from", box=box.SIMPLE_HEAD, pad_edge=False)
+    for section, model in SECTIONS.items():
+        values = getattr(loaded.settings, section)
+        for key in model.model_fields:
+            where = f"{section}.{key}"
+            table.add_row(
+                Text(where),
+                Text(_written(model.model_fields[key], getattr(values, key))),
+                Text(loaded.origins[where]),
+            )
+    return table
+
+
+def _written(field: FieldInfo, value: object) -> str:
+    """``value`` as it is written in a file."""
+    readers = [getattr(item, "func", None) for item in field.metadata]
+    if value is None:
+        return '"off"'
+    if isinstance(value, float) and (parse_duration in readers or parse_duration_or_off in readers):
+        return json.dumps(format_duration(value))
+    if isinstance(value, int) and parse_size in readers:
+        return json.dumps(format_size(value))
+    if isinstance(value, UidRange | Path):
+        return json.dumps(str(value))
+    return json.dumps(value)

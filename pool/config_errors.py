@@ -1,0 +1,111 @@
+"""What is wrong with a configuration, in one line for each problem, and the one exception that carries them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from pool.config_types import shown
+
+Known = Mapping[str, tuple[str, ...]]
+"""The keys that each section has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong. ``where`` is a key (``pool.min_standby``), an environment variable or a file."""
+
+    where: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.text}"
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; its text has one line for each of ``problems``."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def plain(name: object, limit: int = 80) -> str:
+    """A key's name as an operator wrote it, safe to print: it came from a file or an environment."""
+    text = str(name)
+    return (text if text.isascii() and text.isprintable() else ascii(text)[1:-1])[:limit]
+
+
+def unknown_key(section: str, key: str, known: Known) -> str:
+    """The sentence about a key that its section does not have, with the nearest one that exists."""
+    owner = next((other for other, keys in known.items() if other != section and key in keys), "")
+    if owner:
+        return f"unknown key; {key} belongs to [{owner}]"
+    if near := difflib.get_close_matches(key, known[section], n=1):
+        return f"unknown key; did you mean {section}.{near[0]}?"
+    return f"unknown key; [{section}] has {', '.join(known[section])}"
+
+
+def unknown_section(name: str, known: Known) -> str:
+    """The sentence about a section that does not exist; a key that stands outside its section is told where it goes."""
+    if owner := next((section for section, keys in known.items() if name in keys), ""):
+        return f"unknown section; {name} is a key of [{owner}]"
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"unknown section; did you mean [{near[0]}]?"
+    return f"unknown section; the sections are {', '.join(f'[{section}]' for section in known)}"
+
+
+def problems_of(error: ValidationError, known: Known) -> list[Problem]:
+    """Pydantic's findings in this project's words."""
+    found: list[Problem] = []
+    for item in error.errors(include_url=False):
+        # A default that depends on a value that is itself wrong; the wrong value has its own entry.
+        if item["type"] == "default_factory_not_called":
+            continue
+        found.append(Problem(_where(item["loc"]), _sentence(dict(item), known)))
+    return found
+
+
+def _where(loc: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{plain(part)}" if text else plain(part)
+    return text or "the configuration"
+
+
+def _sentence(item: Mapping[str, Any], known: Known) -> str:
+    kind, loc, context = item["type"], item["loc"], item.get("ctx") or {}
+    value = shown(item["input"])
+    if kind == "extra_forbidden":
+        return unknown_key(loc[0], plain(loc[1]), known) if len(loc) > 1 else unknown_section(plain(loc[0]), known)
+    if kind in _TYPE_WORDS:
+        return f"{value} is not {_TYPE_WORDS[kind]}"
+    if kind in _BOUND_WORDS:
+        name, words = _BOUND_WORDS[kind]
+        return f"{value} must be {words} {context[name]}"
+    if kind == "value_error":
+        return str(context["error"])
+    message = str(item["msg"])
+    return f"{value} cannot be used: {message[:1].lower()}{message[1:]}"
+
+
+_TYPE_WORDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "a text in quotes",
+    "tuple_type": "a list",
+    "model_type": "a table of keys",
+    "model_attributes_type": "a table of keys",
+}
+_BOUND_WORDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}

@@ -1,0 +1,246 @@
+"""The settings of a pool: every key, its default and the rules that it has to keep, alone and with the others.
+
+Plain frozen models: making one reads no file and no environment (but the default of ``state_dir`` is a place of the
+user who runs the pool). ``pool.config.load_settings`` is what reads files and environments.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from executor.image import DEFAULT_IMAGE
+from executor.profile import ContainerProfile, check_mount, check_user
+from pool.config_errors import ConfigError, Known, Problem, problems_of
+from pool.config_types import (
+    MAX_UID,
+    Duration,
+    DurationOrOff,
+    Size,
+    StringList,
+    UidRange,
+    UidRangeField,
+    format_duration,
+    shown,
+)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
+
+
+def default_state_dir(name: str) -> Path:
+    """Where the pool called ``name`` keeps its state by default: the machine's place for root, else the user's."""
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        return Path("/var/lib/emberpool/pools") / name
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    # XDG: a relative path there is invalid and has to be ignored.
+    home = base if base.is_absolute() else Path.home() / ".local" / "state"
+    return home / "emberpool" / "pools" / name
+
+
+def _absolute(value: object) -> Path:
+    path = Path(value) if isinstance(value, str | Path) and "\0" not in str(value) else Path()
+    if not path.is_absolute():
+        raise ValueError(f"{shown(value)} is not an absolute path")
+    return path
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class SandboxSettings(_Section):
+    """``[sandbox]``: what every sandbox of the pool is made of. MiB, CPU seconds, descriptors."""
+
+    image: str = DEFAULT_IMAGE
+    binary: str = ""
+    runtime: str = ""
+    user: str = "auto"
+    uid_range: UidRangeField = UidRange(1_879_048_192, 65_536)
+    network: str = "none"
+    mounts: StringList = ()
+    cpus: float = Field(default=1.0, ge=0.01, le=1_024, allow_inf_nan=False)
+    cpu_seconds: int = Field(default=30, ge=1, le=31_536_000)
+    memory_mb: int = Field(default=512, ge=16, le=16_777_216)
+    open_files: int = Field(default=256, ge=16, le=1_048_576)
+    file_size_mb: int = Field(default=64, ge=1, le=1_048_576)
+    pids: int = Field(default=128, ge=16, le=4_194_304)
+    tmpfs_mb: int = Field(default=64, ge=1, le=1_048_576)
+    seccomp: str = ""
+
+    @field_validator("image")
+    @classmethod
+    def _image(cls, value: str) -> str:
+        ContainerProfile().run_args(value, "true")
+        return value
+
+    @field_validator("binary")
+    @classmethod
+    def _binary(cls, value: str) -> str:
+        if value and (value.startswith("-") or not value.isprintable() or ("/" in value and not value.startswith("/"))):
+            raise ValueError(f"{shown(value)} must be the name of a command, or its absolute path")
+        return value
+
+    @field_validator("runtime")
+    @classmethod
+    def _runtime(cls, value: str) -> str:
+        return ContainerProfile(runtime=value).runtime
+
+    @field_validator("seccomp")
+    @classmethod
+    def _seccomp(cls, value: str) -> str:
+        return ContainerProfile(seccomp=value).seccomp
+
+    @field_validator("network")
+    @classmethod
+    def _network(cls, value: str) -> str:
+        if value == "host" or value.startswith(("container:", "ns:")):
+            raise ValueError(
+                f"{shown(value)} gives the sandbox a network that is not its own, and with it every local service"
+            )
+        return ContainerProfile(network=value).network
+
+    @field_validator("user")
+    @classmethod
+    def _user(cls, value: str) -> str:
+        if value in ("auto", "image"):
+            return value
+        try:
+            check_user(value or "empty")
+        except ValueError:
+            raise ValueError(
+                f'{shown(value)} must be "auto", "image", or a numeric uid:gid such as "1000:1000"'
+            ) from None
+        uid, gid = (int(part) for part in value.split(":"))
+        if uid == 0:
+            raise ValueError(
+                f"{shown(value)} is root; known escapes from a container start there, so calls never run as uid 0"
+            )
+        if max(uid, gid) > MAX_UID:
+            raise ValueError(f"{shown(value)} is above {MAX_UID}, the highest uid and gid that docker accepts")
+        return value
+
+    @field_validator("mounts")
+    @classmethod
+    def _mounts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        targets: set[str] = set()
+        for spec in value:
+            check_mount(spec)
+            target = os.path.normpath(spec.split(":")[1])
+            if target in targets:
+                raise ValueError(f"two mounts have the target {shown(target)}; keep one")
+            targets.add(target)
+        return value
+
+
+def _default_state_dir(values: dict[str, Any]) -> Path:
+    return default_state_dir(values["name"])
+
+
+class PoolSettings(_Section):
+    """``[pool]``: how many sandboxes there are, and for how long. Durations are seconds."""
+
+    name: str = "default"
+    state_dir: Annotated[Path, BeforeValidator(_absolute)] = Field(default_factory=_default_state_dir)
+    min_standby: int = Field(default=2, ge=0, le=10_000)
+    max_sandboxes: int = Field(default=8, ge=1, le=10_000)
+    overcommit: bool = False
+    max_starting: int = Field(default=2, ge=1, le=10_000)
+    max_cold: int = Field(default=2, ge=0, le=10_000)
+    max_cold_waiters: int = Field(default=32, ge=0, le=1_000_000)
+    idle_timeout: Duration = 600.0
+    standby_max_age: Duration = 3_600.0
+    max_lifetime: Duration = 7_200.0
+    max_calls: int = Field(default=0, ge=0, le=1_000_000_000)
+    acquire_timeout: Duration = 30.0
+    max_waiters: int = Field(default=100, ge=0, le=1_000_000)
+    reclaim_idle_after: DurationOrOff = 60.0
+    max_sessions_per_agent: int = Field(default=0, ge=0, le=1_000_000)
+    restart_limit: int = Field(default=5, ge=1, le=1_000)
+    restart_window: Duration = 60.0
+    resync_interval: Duration = 30.0
+    drain_timeout: Duration = 10.0
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not _NAME.match(value):
+            raise ValueError(
+                f"{shown(value)} must be 1 to 64 letters, digits, dots, underscores and hyphens, "
+                "and start with a letter or digit"
+            )
+        return value
+
+
+class CallSettings(_Section):
+    """``[call]``: ceilings that hold for every call. Seconds and bytes."""
+
+    timeout: Duration = 60.0
+    grace: Duration = 2.0
+    max_input: Size = 32_000_000
+    max_output: Size = 1_048_576
+
+
+class Settings(_Section):
+    """Everything that a pool is told. ``Settings(pool={"max_sandboxes": 4})`` is checked like a file is.
+
+    Raises ``ConfigError`` naming every problem.
+    """
+
+    sandbox: SandboxSettings = Field(default_factory=lambda: SandboxSettings())
+    pool: PoolSettings = Field(default_factory=lambda: PoolSettings())
+    call: CallSettings = Field(default_factory=lambda: CallSettings())
+
+    def __init__(self, /, **sections: SandboxSettings | PoolSettings | CallSettings | Mapping[str, Any]) -> None:
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            raise ConfigError(problems_of(error, known_keys())) from None
+        if problems := list(_combinations(self)):
+            raise ConfigError(problems)
+
+
+SECTIONS: Mapping[str, type[_Section]] = {
+    "sandbox": SandboxSettings,
+    "pool": PoolSettings,
+    "call": CallSettings,
+}
+
+
+def known_keys() -> Known:
+    """The keys of each section, in the order of their documentation."""
+    return {name: tuple(section.model_fields) for name, section in SECTIONS.items()}
+
+
+def _combinations(settings: Settings) -> Iterator[Problem]:
+    """The rules that hold between keys, once each key holds its own."""
+    pool, call, uids = settings.pool, settings.call, settings.sandbox.uid_range
+
+    def value(section: _Section, key: str, text: str) -> str:
+        return text if key in section.model_fields_set else f"{text} (the default)"
+
+    for key in ("min_standby", "max_starting"):
+        count = getattr(pool, key)
+        if count > pool.max_sandboxes:
+            yield Problem(
+                f"pool.{key}",
+                f"{value(pool, key, str(count))} is above pool.max_sandboxes ({pool.max_sandboxes}); "
+                "lower one or raise the other",
+            )
+    if call.timeout > pool.max_lifetime:
+        yield Problem(
+            "call.timeout",
+            f"{value(call, 'timeout', format_duration(call.timeout))} is above pool.max_lifetime "
+            f"({format_duration(pool.max_lifetime)}); a call must fit into its sandbox's life",
+        )
+    needed = pool.max_sandboxes + pool.max_cold + 1
+    if uids.count < needed:
+        yield Problem(
+            "sandbox.uid_range",
+            f"{uids} has {uids.count} uids; pool.max_sandboxes ({pool.max_sandboxes}) + pool.max_cold "
+            f"({pool.max_cold}) and one for every PID 1 need {needed}",
+        )

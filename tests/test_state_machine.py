@@ -1,0 +1,445 @@
+"""The pure core under every event in any order, beside a plain model of what its shell owes and is owed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from pool import events as ev
+from pool.state import Phase, PoolState
+from tests.core import (
+    NO_IMAGE,
+    RETRYABLE,
+    RETRYABLE_AFTER,
+    UNREACHABLE,
+    UNUSABLE,
+    check_invariants,
+    may_have_one,
+)
+
+KEYS = [("a", "1"), ("a", "2"), ("b", "1"), ("", ""), ("c", "1")]
+# Decimal fractions are not exact in binary: due times reached by addition must be recognised all the same.
+SPANS = [0.0, 0.1, 0.2, 0.3, 0.7, 1.1, 2.3, 10.1]
+
+policies = st.builds(
+    ev.Policy,
+    min_standby=st.integers(0, 2),
+    max_sandboxes=st.integers(2, 4),
+    max_starting=st.integers(1, 2),
+    max_waiters=st.integers(1, 5),
+    max_cold=st.integers(1, 2),
+    max_cold_waiters=st.integers(0, 2),
+    max_sessions_per_agent=st.sampled_from([0, 0, 1]),
+    max_calls=st.sampled_from([0, 0, 1, 2]),
+    parallel=st.integers(1, 2),
+    idle_timeout=st.sampled_from([0.7, 3.1, 20.3]),
+    standby_max_age=st.sampled_from([0.9, 5.3, 50.0]),
+    max_lifetime=st.sampled_from([1.1, 9.7, 100.0]),
+    reclaim_idle_after=st.sampled_from([None, 0.3, 2.1]),
+    restart_limit=st.integers(0, 2),
+    restart_window=st.sampled_from([1.3, 7.9]),
+    backoff_base=st.sampled_from([0.1, 0.5]),
+    backoff_cap=st.just(2.0),
+    failures_to_open=st.integers(1, 3),
+)
+faults = st.sampled_from([UNREACHABLE, NO_IMAGE, UNUSABLE])
+jitters = st.sampled_from([0.0, 0.3, 0.9])
+spans = st.sampled_from(SPANS)
+picks = st.integers(0, 30)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Plays the shell. The sets below are the oracle: they are kept from events and effects alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.1
+        self.ids = 0
+        self.reachable = self.closing = False
+        self.starts: set[int] = set()  # starts in flight
+        self.stops: set[int] = set()  # stops in flight
+        self.stopping: set[int] = set()  # to be stopped, whether or not a stop is in flight
+        self.binds: set[int] = set()  # binds to be recorded
+        self.standing: set[int] = set()
+        self.recorded: set[int] = set()
+        self.known: set[int] = set()  # whatever may exist on the engine
+        self.born: set[int] = set()
+        self.owner: dict[int, ev.SessionKey] = {}
+        self.pending: dict[int, ev.AcquireWanted | ev.CallWanted | ev.ColdWanted] = {}
+        self.running: dict[int, int | None] = {}  # a call and its sandbox; None for a cold one
+        self.ended: set[int] = set()  # calls that were told to end
+        self.handles: list[tuple[ev.SessionKey, int]] = []
+        self.old_handles: list[tuple[ev.SessionKey, int]] = []
+        self.forgotten: set[int] = set()
+
+    @initialize(policy=policies, up=st.sampled_from([True, True, True, False]))
+    def begin(self, policy: ev.Policy, up: bool) -> None:
+        self.state, self.twin = PoolState(policy), PoolState(policy)
+        self.feed(ev.EngineUp() if up else ev.Tick())
+
+    # --- the oracle ---------------------------------------------------------------------------------------------------
+
+    def feed(self, event: ev.Event) -> list[ev.Effect]:
+        self._note(event)
+        before, restarting = set(self.known), {s.key for s in self.state.sessions.values() if s.restarting}
+        if isinstance(event, ev.SandboxDied) and event.n in self.owner:
+            restarting.add(self.owner[event.n])
+        if isinstance(event, ev.CallEnded) and event.poisoned:
+            restarting |= set(KEYS)
+        effects = list(self.state.step(event, self.now))
+        assert effects == self.twin.step(event, self.now), "not deterministic"
+        for effect in effects:
+            self._check(effect)
+        self._check_order(effects, restarting)
+        limit = self.state.policy.max_sandboxes
+        assert len(self.known) <= max(limit, len(before))
+        assert self.known == set(self.state.sandboxes)
+        assert self.pending.keys() == self.state.waiters.keys()
+        alive = {waiter for waiter, n in self.running.items() if n is None or n in self.known}
+        assert alive == self.state.cold | {w for box in self.state.sandboxes.values() for w in box.running}
+        check_invariants(self.state, self.now)
+        again = self.state.step(ev.Tick(), self.now)
+        self.twin.step(ev.Tick(), self.now)
+        assert not again, f"one step left work for the next: {again}"
+        return effects
+
+    def _note(self, event: ev.Event) -> None:
+        """What the event itself says about obligations."""
+        match event:
+            case ev.AcquireWanted() | ev.CallWanted() | ev.ColdWanted():
+                self.pending[event.waiter] = event
+            case ev.WaiterGone(waiter) | ev.CallEnded(waiter):
+                if not (isinstance(event, ev.CallEnded) and waiter in self.pending):
+                    self.pending.pop(waiter, None)
+                    self.running.pop(waiter, None)
+            case ev.SandboxStarted(n) if n in self.starts:
+                self.starts.discard(n)
+                self.standing.add(n)
+            case ev.SandboxStartFailed(n) if n in self.starts:
+                self.starts.discard(n)
+                self.known.discard(n)
+            case ev.SandboxStartUnknown(n):
+                self.starts.discard(n)
+            case ev.SandboxStopped(n) if n in self.stopping:
+                for group in (self.stops, self.stopping, self.known):
+                    group.discard(n)
+            case ev.SandboxStopFailed(n):
+                self.stops.discard(n)
+            case ev.BindRecorded(n):
+                self.binds.discard(n)
+                self.recorded.add(n)
+            case ev.BindFailed(n):
+                self.binds.discard(n)
+            case ev.EngineUp():
+                self.reachable = True
+            case ev.EngineDown():
+                self.reachable = False
+            case ev.CloseBegan():
+                self.closing = True
+            case _:
+                pass
+
+    def _check(self, effect: ev.Effect) -> None:
+        policy = self.state.policy
+        match effect:
+            case ev.StartSandbox(n):
+                assert self.reachable
+                assert not self.closing
+                assert n not in self.born
+                self.born.add(n)
+                self.starts.add(n)
+                self.known.add(n)
+                assert len(self.starts) <= policy.max_starting
+                assert len(self.known) <= policy.max_sandboxes
+            case ev.StopSandbox(n):
+                assert n in self.known
+                assert n not in self.starts
+                assert n not in self.stops, "one stop at a time"
+                self.stops.add(n)
+                self.stopping.add(n)
+                self.standing.discard(n)
+            case ev.BindSandbox(n, key):
+                assert self.reachable
+                assert n in self.standing
+                assert n not in self.owner, "a sandbox belongs to one session, ever"
+                self.standing.discard(n)
+                self.owner[n] = key
+                self.binds.add(n)
+            case ev.Grant(waiter, n, epoch):
+                asked = self.pending.pop(waiter)
+                assert isinstance(asked, ev.AcquireWanted)
+                self._check_usable(n, asked.key)
+                assert epoch not in self.forgotten
+                self.handles.append((asked.key, epoch))
+            case ev.RunCall(waiter, n):
+                asked = self.pending.pop(waiter)
+                assert isinstance(asked, ev.CallWanted)
+                self._check_usable(n, asked.key)
+                assert asked.generation in (None, n)
+                assert asked.epoch not in self.forgotten
+                self.running[waiter] = n
+                assert sum(1 for other in self.running.values() if other == n) <= policy.parallel
+            case ev.RunCold(waiter):
+                assert self.reachable
+                assert not self.closing
+                assert isinstance(self.pending.pop(waiter), ev.ColdWanted)
+                self.running[waiter] = None
+                assert sum(1 for other in self.running.values() if other is None) <= policy.max_cold
+            case ev.Refuse(waiter, refusal):
+                del self.pending[waiter]
+                assert not refusal.started
+                if refusal.kind in RETRYABLE_AFTER:
+                    assert refusal.retry_after is not None
+                    assert refusal.retry_after > 0
+                if refusal.kind not in RETRYABLE:
+                    assert refusal.retry_after is None
+            case ev.EndCall(waiter, refusal):
+                assert waiter in self.running
+                assert waiter not in self.ended, "a call is told to end once"
+                assert refusal.started
+                self.ended.add(waiter)
+            case ev.SessionForgotten(key, epoch):
+                assert epoch not in self.forgotten
+                self.forgotten.add(epoch)
+                assert not any(not isinstance(w, ev.ColdWanted) and w.key == key for w in self.pending.values())
+                self.old_handles += [handle for handle in self.handles if handle[1] == epoch]
+                self.handles = [handle for handle in self.handles if handle[1] != epoch]
+
+    def _check_usable(self, n: int, key: ev.SessionKey) -> None:
+        assert not self.closing
+        assert n in self.known
+        assert n not in self.stopping
+        assert n in self.recorded, "nothing is granted before the ledger says bound"
+        assert self.owner[n] == key
+
+    def _check_order(self, effects: list[ev.Effect], restarting: set[ev.SessionKey]) -> None:
+        """Sandboxes go to restarts first, then to whoever has waited longest."""
+        bound = [effect.key for effect in effects if isinstance(effect, ev.BindSandbox)]
+        fresh = [key for key in bound if key not in restarting]
+        order = list(dict.fromkeys(w.key for w in self.pending.values() if not isinstance(w, ev.ColdWanted)))
+        left = [s for s in self.state.sessions.values() if may_have_one(self.state, s, self.now)]
+        assert [key for key in order if key in fresh] == fresh
+        if fresh:
+            assert not any(session.restarting for session in left)
+            assert all(order.index(session.key) > order.index(fresh[-1]) for session in left)
+
+    # --- what callers do ----------------------------------------------------------------------------------------------
+
+    def _waiter(self) -> int:
+        self.ids += 1
+        return self.ids
+
+    @rule(key=st.sampled_from(KEYS), wait=spans)
+    def acquire(self, key: ev.SessionKey, wait: float) -> None:
+        self.feed(ev.AcquireWanted(self._waiter(), key, self.now + wait * 5))
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks, wait=spans, generation=st.sampled_from(["any", "any", "this", "other"]))
+    def call(self, pick: int, wait: float, generation: str) -> None:
+        key, epoch = self.handles[pick % len(self.handles)]
+        session = self.state.sessions[key]
+        asked = None if generation == "any" else session.sandbox if generation == "this" else pick
+        self.feed(ev.CallWanted(self._waiter(), key, epoch, self.now + wait * 5, asked))
+
+    @rule(wait=spans)
+    def cold(self, wait: float) -> None:
+        self.feed(ev.ColdWanted(self._waiter(), self.now + wait * 5))
+
+    @precondition(lambda self: self.pending or self.running)
+    @rule(pick=picks)
+    def cancel(self, pick: int) -> None:
+        everyone = [*self.pending, *self.running]
+        self.feed(ev.WaiterGone(everyone[pick % len(everyone)]))
+
+    @precondition(lambda self: self.running)
+    @rule(pick=picks, poisoned=st.sampled_from(["", "", "runner", "engine"]), jitter=jitters)
+    def finish_call(self, pick: int, poisoned: str, jitter: float) -> None:
+        self.feed(ev.CallEnded(list(self.running)[pick % len(self.running)], poisoned, jitter))
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks, how=st.sampled_from([ev.GrantDeclined, ev.HandleReleased]))
+    def give_up_handle(self, pick: int, how: type[ev.GrantDeclined] | type[ev.HandleReleased]) -> None:
+        handle = self.handles.pop(pick % len(self.handles))
+        self.old_handles.append(handle)
+        self.feed(how(*handle))
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks)
+    def close_session(self, pick: int) -> None:
+        handle = self.handles[pick % len(self.handles)]
+        self.feed(ev.SessionEnded(*handle))
+        assert handle[1] in self.forgotten
+
+    # --- what the engine and the ledger say ---------------------------------------------------------------------------
+
+    @precondition(lambda self: self.starts)
+    @rule(pick=picks)
+    def started(self, pick: int) -> None:
+        self.feed(ev.SandboxStarted(sorted(self.starts)[pick % len(self.starts)]))
+
+    @precondition(lambda self: self.starts)
+    @rule(pick=picks, fault=faults, jitter=jitters, how=st.sampled_from([ev.SandboxStartFailed, ev.SandboxStartUnknown]))
+    def start_failed(
+        self, pick: int, fault: ev.Fault, jitter: float, how: type[ev.SandboxStartFailed] | type[ev.SandboxStartUnknown]
+    ) -> None:
+        self.feed(how(sorted(self.starts)[pick % len(self.starts)], fault, jitter))
+
+    @precondition(lambda self: self.known)
+    @rule(pick=picks, cause=st.sampled_from(["oom", "killed", "engine"]), jitter=jitters)
+    def died(self, pick: int, cause: str, jitter: float) -> None:
+        self.feed(ev.SandboxDied(sorted(self.known)[pick % len(self.known)], cause, jitter))
+
+    @precondition(lambda self: self.stopping)
+    @rule(pick=picks)
+    def stopped(self, pick: int) -> None:
+        """By its own stop, or found absent by a listing while no stop is in flight."""
+        self.feed(ev.SandboxStopped(sorted(self.stopping)[pick % len(self.stopping)]))
+
+    @precondition(lambda self: self.stops)
+    @rule(pick=picks, jitter=jitters)
+    def stop_failed(self, pick: int, jitter: float) -> None:
+        self.feed(ev.SandboxStopFailed(sorted(self.stops)[pick % len(self.stops)], jitter))
+
+    @precondition(lambda self: self.binds)
+    @rule(pick=picks)
+    def bind_recorded(self, pick: int) -> None:
+        self.feed(ev.BindRecorded(sorted(self.binds)[pick % len(self.binds)]))
+
+    @precondition(lambda self: self.binds)
+    @rule(pick=picks, jitter=jitters)
+    def bind_failed(self, pick: int, jitter: float) -> None:
+        self.feed(ev.BindFailed(sorted(self.binds)[pick % len(self.binds)], UNUSABLE, jitter))
+
+    @rule()
+    def engine_up(self) -> None:
+        self.feed(ev.EngineUp())
+
+    @rule(fault=st.sampled_from([UNREACHABLE]), retry_after=spans)
+    def engine_down(self, fault: ev.Fault, retry_after: float) -> None:
+        self.feed(ev.EngineDown(fault, retry_after))
+
+    # --- what the operator and time do --------------------------------------------------------------------------------
+
+    @rule(policy=policies)
+    def policy_changed(self, policy: ev.Policy) -> None:
+        self.feed(ev.PolicyChanged(policy))
+
+    @rule()
+    def shrink(self) -> None:
+        owned = {box.n for box in self.state.in_phase(Phase.BOUND)}
+        smaller = replace(self.state.policy, max_sandboxes=1, min_standby=min(1, self.state.policy.min_standby))
+        effects = self.feed(ev.PolicyChanged(smaller))
+        assert not [e for e in effects if isinstance(e, ev.StopSandbox) and e.n in owned and e.reason != "reclaimed"]
+
+    @precondition(lambda self: self.ids > 12)
+    @rule(span=spans)
+    def close(self, span: float) -> None:
+        self.feed(ev.CloseBegan(self.now + span))
+
+    @rule(span=spans)
+    def time_passes(self, span: float) -> None:
+        self.now += span
+        self.feed(ev.Tick())
+
+    @rule()
+    def sleep_until_woken(self) -> None:
+        self.now = self.state.wake_at(self.now) or self.now
+        self.feed(ev.Tick())
+
+    @rule(pick=picks, fault=faults)
+    def what_nobody_asked_for(self, pick: int, fault: ev.Fault) -> None:
+        """Unknown ids, and answers to questions that are not open, change nothing."""
+        view = repr(vars(self.state))
+        n, key = pick, KEYS[pick % len(KEYS)]
+        strays: list[ev.Event] = [
+            ev.WaiterGone(-1), ev.CallEnded(-1, "runner"), ev.GrantDeclined(key, 0), ev.HandleReleased(key, 0),
+            ev.SessionEnded(key, 0), ev.SandboxDied(-1, "oom"), ev.BindRecorded(-1), ev.BindFailed(-1, fault),
+        ]  # fmt: skip
+        strays += [ev.CallEnded(waiter, "runner") for waiter in self.pending]
+        if n not in self.starts:
+            strays += [ev.SandboxStarted(n), ev.SandboxStartFailed(n, fault), ev.SandboxStartUnknown(n, fault)]
+        if n not in self.stopping:
+            strays += [ev.SandboxStopped(n), ev.SandboxStopFailed(n)]
+        for handle in self.old_handles:
+            if handle[1] in self.forgotten:
+                strays += [ev.SessionEnded(*handle), ev.HandleReleased(*handle), ev.GrantDeclined(*handle)]
+        for event in strays:
+            assert not self.feed(event)
+        # ``_effects`` is scratch space of one step and empty again.
+        assert repr({**vars(self.state)}) == view
+
+    # --- how it ends --------------------------------------------------------------------------------------------------
+
+    def _succeed(self) -> None:
+        """Carry out whatever is asked for until nothing is."""
+        for _ in range(200):
+            events: list[ev.Event] = [ev.SandboxStarted(n) for n in sorted(self.starts)]
+            events += [ev.SandboxStopped(n) for n in sorted(self.stops)]
+            events += [ev.BindRecorded(n) for n in sorted(self.binds)]
+            if not events:
+                return
+            for event in events:
+                self.feed(event)
+        raise AssertionError("success alone does not come to rest")
+
+    def _wake(self) -> bool:
+        wake = self.state.wake_at(self.now)
+        if wake is None:
+            return False
+        self.now = wake
+        self.feed(ev.Tick())
+        self._succeed()
+        return True
+
+    def _full(self) -> bool:
+        policy, standing = self.state.policy, len(self.standing)
+        return standing == min(policy.min_standby, max(0, policy.max_sandboxes - len(self.known) + standing))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        if not self.closing and self.ids % 2:
+            self._heal()
+        self._drain()
+
+    def _heal(self) -> None:
+        """Once failures stop, time alone refills the standbys, and idle sessions leave for good."""
+        if not self.reachable:
+            self.feed(ev.EngineUp())
+        self._succeed()
+        for waiter in list(self.running):
+            self.feed(ev.CallEnded(waiter))
+        self._succeed()
+        for _ in range(300):
+            busy = self.pending or self.running or self.stopping or self.state.health.failures
+            if self._full() and not busy and not self.state.in_phase(Phase.BOUND):
+                break
+            for waiter in list(self.running):
+                self.feed(ev.CallEnded(waiter))
+            assert self._wake(), "nobody will wake the pool, and it is not at rest"
+        assert self._full()
+        assert not self.pending
+        assert not self.state.in_phase(Phase.BOUND)
+        assert not self.stopping
+
+    def _drain(self) -> None:
+        """After close everything goes, also while the engine starts nothing, once stops succeed."""
+        if not self.closing:
+            self.feed(ev.CloseBegan(self.now + 0.7))
+        for _ in range(300):
+            for waiter in [waiter for waiter in self.ended if waiter in self.running]:
+                self.feed(ev.CallEnded(waiter))
+            self._succeed()
+            if self.state.drained:
+                break
+            assert self._wake(), "nobody will wake the pool, and it is not drained"
+        assert self.state.drained
+        assert not self.known
+        assert not self.pending
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None, print_blob=True)
