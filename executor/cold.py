@@ -39,7 +39,9 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
     """
     if spec.image.volumes:
         places = ", ".join(spec.image.volumes)
-        raise ProfileMismatch(f"the image declares VOLUME {places}: a writable place on the host's disk; rebuild it without")
+        raise ProfileMismatch(
+            f"the image declares VOLUME {places}: a writable place on the host's disk; rebuild it without"
+        )
     watch = hub.watch(spec.identity.name)
     argv = call.client_argv(new_token()) if spec.python else call.argv
     try:
@@ -63,9 +65,7 @@ def _outcome(end: Attached, watch: Watch, spec: ColdSpec) -> CallResult:
     if watch.exit_code is not None and watch.started:
         limits, cpus = spec.profile.limits, max(1.0, spec.profile.cpus or 1.0)
         cpu = limits.cpu_seconds is not None and end.duration * cpus >= limits.cpu_seconds
-        return exec_result(
-            end, exit_code=watch.exit_code, oom=oom, cpu=cpu and watch.exit_code == LIMIT_SIGNAL_CODE
-        )
+        return exec_result(end, exit_code=watch.exit_code, oom=oom, cpu=cpu and watch.exit_code == LIMIT_SIGNAL_CODE)
     if not watch.started and end.code:
         raise classify(bytes(end.stderr.kept), end.code, "starting a cold call")
     raise SandboxDied("the engine was lost while the cold call ran; what the code did is unknown", cause="engine")

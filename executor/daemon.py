@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import anyio
 import structlog
 
 from executor.paths import EnginePaths
+from executor.proc import KILL_WAIT, argv_of, boot_id, gone, pidfd, start_time
 
 log = structlog.get_logger("emberpool.engine")
-
-_POLL = 0.05
-_KILL_WAIT = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +70,7 @@ def spawn(argv: tuple[str, ...], paths: EnginePaths, env: dict[str, str]) -> Sta
         setsigmask=(),
         setsigdef=(signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM),
     )
-    started = Started(pid=pid, start_time=_start_time(pid), boot_id=_boot_id(), argv=argv)
+    started = Started(pid=pid, start_time=start_time(pid), boot_id=boot_id(), argv=argv)
     write_started(paths.started_file, started)
     return started
 
@@ -93,9 +87,7 @@ def read_started(path: Path) -> Started | None:
     """The record as it was written, ``None`` where there is none or it is damaged. Says nothing about the process."""
     try:
         raw = json.loads(path.read_text())
-        started = Started(
-            pid=raw["pid"], start_time=raw["start_time"], boot_id=raw["boot_id"], argv=tuple(raw["argv"])
-        )
+        started = Started(pid=raw["pid"], start_time=raw["start_time"], boot_id=raw["boot_id"], argv=tuple(raw["argv"]))
     except (OSError, ValueError, LookupError, TypeError):
         return None
     whole = type(started.pid) is int and type(started.start_time) is int and started.pid > 1
@@ -105,9 +97,9 @@ def read_started(path: Path) -> Started | None:
 def is_running(started: Started) -> bool:
     """Whether that very process lives: same boot, same start time, same argv."""
     return (
-        started.boot_id == _boot_id()
-        and started.start_time == _start_time(started.pid)
-        and started.argv == _argv(started.pid)
+        started.boot_id == boot_id()
+        and started.start_time == start_time(started.pid)
+        and started.argv == argv_of(started.pid)
     )
 
 
@@ -121,11 +113,11 @@ def find_daemon(paths: EnginePaths) -> Started | None:
         pid = int(paths.pid_file.read_text())
     except (OSError, ValueError):
         return None
-    argv = _argv(pid)
+    argv = argv_of(pid)
     ours = ("--data-root", str(paths.data)) in pairwise(argv)
     if not ours or Path(argv[0]).name != "dockerd":
         return None
-    return Started(pid=pid, start_time=_start_time(pid), boot_id=_boot_id(), argv=argv)
+    return Started(pid=pid, start_time=start_time(pid), boot_id=boot_id(), argv=argv)
 
 
 def exited(started: Started) -> bool:
@@ -138,103 +130,12 @@ def exited(started: Started) -> bool:
 
 async def stop(started: Started, *, grace: float) -> None:
     """SIGTERM, and SIGKILL after ``grace`` seconds; returns once the process is gone."""
-    with _pidfd(started.pid, lambda: is_running(started)) as fd:
+    with pidfd(started.pid, lambda: is_running(started)) as fd:
         if fd is None:
             return
         signal.pidfd_send_signal(fd, signal.SIGTERM)
-        if not await _gone(fd, grace):
+        if not await gone(fd, grace):
             log.warning("engine.killed", pid=started.pid, grace=grace)
             signal.pidfd_send_signal(fd, signal.SIGKILL)
-            await _gone(fd, _KILL_WAIT)
+            await gone(fd, KILL_WAIT)
     exited(started)  # reaps it where it is this process's child
-
-
-async def sweep_containerd(paths: EnginePaths) -> bool:
-    """End a containerd that its daemon left behind; returns whether there was one."""
-    words = ("--config", str(paths.containerd_config))
-    return await _sweep(lambda argv: Path(argv[0]).name == "containerd" and words in pairwise(argv))
-
-
-async def sweep_containers(paths: EnginePaths) -> bool:
-    """End containers that a killed daemon left running: PID 1 of each, then its shim; returns whether any was left."""
-    words = ("-address", str(paths.containerd_socket))
-
-    def is_shim(argv: tuple[str, ...]) -> bool:
-        return Path(argv[0]).name.startswith("containerd-shim") and words in pairwise(argv)
-
-    for shim in [pid for pid in _pids() if is_shim(_argv(pid) or ("",))]:
-        for pid in _pids():
-            with _pidfd(pid, lambda pid=pid, shim=shim: _stat(pid, 1) == shim) as fd:  # type: ignore[misc]
-                if fd is not None:
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-    return await _sweep(is_shim)
-
-
-async def _sweep(wanted: Callable[[tuple[str, ...]], bool]) -> bool:
-    found = False
-    for pid in _pids():
-        with _pidfd(pid, lambda pid=pid: wanted(_argv(pid) or ("",))) as fd:  # type: ignore[misc]
-            if fd is None:
-                continue
-            found = True
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
-            await _gone(fd, _KILL_WAIT)
-    return found
-
-
-@contextmanager
-def _pidfd(pid: int, is_it: Callable[[], bool]) -> Iterator[int | None]:
-    """A handle on the process, or ``None`` where it is gone or not the one meant. Opened first and checked after, so
-    what was checked is what the handle names."""
-    try:
-        fd = os.pidfd_open(pid)
-    except OSError:
-        yield None
-        return
-    try:
-        yield fd if is_it() else None
-    finally:
-        os.close(fd)
-
-
-async def _gone(fd: int, timeout: float) -> bool:
-    deadline = anyio.current_time() + timeout
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    while not poll.poll(0):
-        if anyio.current_time() >= deadline:
-            return False
-        await anyio.sleep(_POLL)
-    return True
-
-
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208 - names, not paths
-
-
-def _argv(pid: int) -> tuple[str, ...]:
-    try:
-        raw = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return ()
-    return tuple(os.fsdecode(word) for word in raw.split(b"\0")[:-1])
-
-
-def _stat(pid: int, index: int) -> int:
-    """A number of ``/proc/PID/stat``, counted from the state after the name; -1 where the process is gone."""
-    try:
-        # The name in parentheses may hold anything, parentheses too: what counts begins after the last one.
-        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()[index])
-    except (OSError, LookupError, ValueError):
-        return -1
-
-
-def _start_time(pid: int) -> int:
-    return _stat(pid, 19)
-
-
-def _boot_id() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

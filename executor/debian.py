@@ -83,9 +83,7 @@ async def install(packages: Sequence[str], report: Report) -> None:
                 report(f"installing {names} with apt-get")
                 tail = await _apt("install", *_INSTALL_FLAGS, "--", *packages, timeout=_INSTALL_TIMEOUT)
     if tail is not None:
-        raise EngineFailed(
-            f"apt-get could not install {names}: {tail}; run `apt-get install {names}` to see all of it"
-        )
+        raise EngineFailed(f"apt-get could not install {names}: {tail}; run `apt-get install {names}` to see all of it")
 
 
 # Never at the price of another package: docker.io conflicts with Docker's own, which somebody here may depend on.

@@ -7,9 +7,10 @@ question (``inspect``, ``rm``, ``ps``, ``events``) and turns an engine's stderr 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -208,6 +209,45 @@ class CommandLineEngine:
         words = ["events", "--since", since, "--filter", "type=container", "--filter", f"label={label}={value}"]
         async with process.client([*self.endpoint.argv, *words, "--format", "{{json .}}"], self._env) as client:
             yield _read_events(process.ClientChannel(client))
+
+    # Images are made ready before any pool starts (`executor.image`); no call ever comes here.
+
+    async def pull(self, reference: str, *, answer: float, timeout: float, seen: Callable[[str], None]) -> None:
+        """Pull an image within ``timeout`` seconds, its first line within ``answer``; ``seen`` gets each line."""
+        doing, errors = f"pulling image {reference[:200]}", process.Capped(65_536)
+        code: int | None = None
+        with anyio.move_on_after(timeout):
+            async with process.client([*self.endpoint.argv, "pull", "--", reference], self._env) as client:
+                channel = process.ClientChannel(client)
+                await channel.close_stdin()
+                async with anyio.create_task_group() as tasks:
+                    assert client.stderr is not None  # noqa: S101 - all three are pipes
+                    tasks.start_soon(process.drain, client.stderr, errors)
+                    data, rest = b"", b""
+                    with anyio.move_on_after(answer) as patience:
+                        data = await channel.receive_stdout()
+                    if patience.cancelled_caught:
+                        channel.kill()
+                    while data:
+                        *lines, rest = (rest + data).split(b"\n")
+                        for line in lines:
+                            seen(line.decode("utf-8", "replace"))
+                        data = await channel.receive_stdout()
+                if not patience.cancelled_caught:
+                    code = await client.wait()
+        if code is None:
+            raise EngineUnavailable(f"{doing}: no answer in time from the registry", retry_after=60.0)
+        if code != 0:
+            raise classify(bytes(errors.kept), code, doing)
+
+    async def import_tar(self, path: Path, reference: str, changes: Sequence[str]) -> None:
+        """Make an image of a root filesystem in a tar file and name it; ``changes`` are Dockerfile instructions."""
+        words = [word for change in changes for word in ("--change", change)]
+        await self._ask("import", *words, "--", str(path), reference, doing=f"importing {reference}", timeout=600.0)
+
+    async def tag(self, source: str, reference: str) -> None:
+        """Give the image ``source`` the name ``reference`` too. Raises ``ImageMissing``."""
+        await self._ask("tag", "--", source, reference, doing=f"naming image {source[:200]}")
 
 
 _PS_FORMAT = '{"i":{{json .ID}},"n":{{json .Names}},"s":{{json .Status}}}'

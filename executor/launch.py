@@ -12,6 +12,7 @@ from executor import daemon, process
 from executor.debian import Report, install, system_environment
 from executor.docker import CommandLineEngine, Endpoint
 from executor.engine import EngineInfo
+from executor.leftovers import sweep_containerd
 from executor.locks import private_directory
 from executor.paths import EnginePaths
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable
@@ -67,7 +68,7 @@ async def start(dockerd: str, paths: EnginePaths) -> EngineInfo:
     paths.config_file.write_text("{}\n")
     # What a SIGKILLed daemon leaves: it refuses to start over a pid file whose pid lives again as something else, and
     # waits for a containerd that it did not start.
-    await daemon.sweep_containerd(paths)
+    await sweep_containerd(paths)
     for file in (paths.pid_file, paths.socket, paths.containerd_config.with_name("containerd.pid")):
         file.unlink(missing_ok=True)
     begin = paths.log_file.stat().st_size if paths.log_file.exists() else 0
@@ -77,12 +78,10 @@ async def start(dockerd: str, paths: EnginePaths) -> EngineInfo:
     except BaseException as error:
         with anyio.CancelScope(shield=True):
             await daemon.stop(started, grace=STOP_GRACE)
-            await daemon.sweep_containerd(paths)
+            await sweep_containerd(paths)
         paths.started_file.unlink(missing_ok=True)
         if isinstance(error, EmberpoolError):
-            raise EngineFailed(
-                f"{error}; the end of {paths.log_file}:\n{_tail(paths.log_file, begin)}"
-            ) from error
+            raise EngineFailed(f"{error}; the end of {paths.log_file}:\n{_tail(paths.log_file, begin)}") from error
         raise
     log.info("engine.started", pid=started.pid, socket=str(paths.socket))
     return info

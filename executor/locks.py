@@ -41,7 +41,7 @@ def try_lock(path: Path, *, shared: bool = False) -> Iterator[bool]:
 
 @asynccontextmanager
 async def exclusive(path: Path, *, timeout: float, doing: str) -> AsyncIterator[None]:
-    """Hold ``path`` locked inside the block, after ``timeout`` seconds at most. Raises ``EngineUnavailable`` past it."""
+    """Hold ``path`` locked inside the block; waits ``timeout`` seconds at most, then raises ``EngineUnavailable``."""
     deadline = anyio.current_time() + timeout
     while True:
         with try_lock(path) as free:
@@ -65,6 +65,4 @@ def holders(path: Path) -> list[int]:
         return []
     place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
     found = [line.split() for line in lines if "->" not in line]
-    return sorted(
-        int(words[4]) for words in found if words[1] == "FLOCK" and words[3] == "READ" and words[5] == place
-    )
+    return sorted(int(words[4]) for words in found if words[1] == "FLOCK" and words[3] == "READ" and words[5] == place)

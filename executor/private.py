@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from executor import daemon
+from executor import daemon, leftovers
 from executor.debian import Report, is_root, release
 from executor.docker import CommandLineEngine, Endpoint
 from executor.engine import EngineInfo
@@ -106,9 +106,7 @@ async def down(*, force: bool = False, report: Report = lambda line: None) -> bo
     with try_lock(paths.users_file) as free:
         if not free and not force:
             pids = ", ".join(map(str, holders(paths.users_file))) or "unknown"
-            raise EngineInUse(
-                f"a pool lives on the private engine (pid {pids}); stop that first, or use --force"
-            )
+            raise EngineInUse(f"a pool lives on the private engine (pid {pids}); stop that first, or use --force")
         async with _locked(paths):
             running = daemon.find_daemon(paths)
             if running is not None:
@@ -116,8 +114,9 @@ async def down(*, force: bool = False, report: Report = lambda line: None) -> bo
                 await daemon.stop(running, grace=STOP_GRACE)
                 log.info("engine.stopped", pid=running.pid)
             # After an orderly end there is none of these; after a SIGKILL of the daemon there may be all.
-            left = await daemon.sweep_containerd(paths)
-            left = await daemon.sweep_containers(paths) or left
+            left = await leftovers.sweep_containerd(paths)
+            left = await leftovers.sweep_containers(paths) or left
+            await leftovers.unmount(paths)
             for file in (paths.started_file, paths.pid_file, paths.socket):
                 file.unlink(missing_ok=True)
     return running is not None or left
@@ -169,11 +168,7 @@ def next_step() -> str:
     kinds = (here.id, *here.like)
     if "debian" in kinds or "ubuntu" in kinds:
         podman = "sudo apt-get install -y podman"
-        return (
-            f"sudo {command} engine up (then run the pool as root too), or: {podman}"
-            if here.is_debian
-            else podman
-        )
+        return f"sudo {command} engine up (then run the pool as root too), or: {podman}" if here.is_debian else podman
     for kind, step in _INSTALL_PODMAN.items():
         if kind in kinds:
             return step

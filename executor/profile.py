@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}\Z")
-_USER = re.compile(r"[0-9]{1,10}:[0-9]{1,10}\Z")
+_USER = re.compile(r"[0-9]{1,10}(:[0-9]{1,10})?\Z|[a-z_][a-z0-9_-]{0,31}(:[a-z_][a-z0-9_-]{0,31})?\Z")
 _ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _LABEL_KEY = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
 _IMAGE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.:/@-]*\Z")

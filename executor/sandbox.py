@@ -117,7 +117,9 @@ class Sandbox:
             error = classify(bytes(end.stderr.kept), end.code or 0, f"starting a call in {self.name}")
             if isinstance(error, ContainerGone):
                 self.poisoned = "unknown"
-                return SandboxDied(f"the sandbox was gone before the call began: {error}", cause="unknown", started=False)
+                return SandboxDied(
+                    f"the sandbox was gone before the call began: {error}", cause="unknown", started=False
+                )
             self.poisoned = "" if isinstance(error, EngineUnavailable) else "unknown"
             return error
         await self._kill("engine")
@@ -144,7 +146,9 @@ class Sandbox:
     def _died(self, *, started: bool) -> SandboxDied:
         cause = self._watch.cause
         when = "while the call ran" if started else "before the call began"
-        return SandboxDied(f"the sandbox ended {when} ({cause}); what the session kept in it is gone", cause=cause, started=started)
+        return SandboxDied(
+            f"the sandbox ended {when} ({cause}); what the session kept in it is gone", cause=cause, started=started
+        )
 
     async def _first_of(self, *events: anyio.Event) -> None:
         with anyio.move_on_after(EVENT_PATIENCE):
@@ -180,7 +184,9 @@ async def start_sandbox(engine: Engine, hub: EventHub, spec: SandboxSpec, *, pyt
     """
     if spec.image.volumes:
         places = ", ".join(spec.image.volumes)
-        raise ProfileMismatch(f"the image declares VOLUME {places}: a writable place on the host's disk; rebuild it without")
+        raise ProfileMismatch(
+            f"the image declares VOLUME {places}: a writable place on the host's disk; rebuild it without"
+        )
     hub.watch(spec.identity.name)
     args = spec.profile.sandbox_args(
         spec.image.id, identity=spec.identity, staging=spec.staging, lifetime=spec.lifetime
@@ -209,5 +215,3 @@ async def _ask_inside(engine: Engine, hub: EventHub, spec: SandboxSpec, argv: tu
     if end.ended_by == "death":
         raise EngineFailed(f"{spec.identity.name} ended while it was probed (exit status {watch.exit_code})")
     return end
-
-

@@ -58,7 +58,12 @@ def probe_argv() -> tuple[str, ...]:
 
 
 def check_inspect(
-    facts: Mapping[str, Any], profile: ContainerProfile, image: ImageInfo, *, staging: str = "", labels: Mapping[str, str]
+    facts: Mapping[str, Any],
+    profile: ContainerProfile,
+    image: ImageInfo,
+    *,
+    staging: str = "",
+    labels: Mapping[str, str],
 ) -> list[Finding]:
     """Compare an engine's record of a container with the profile it was started from, mounts and environment exactly."""
     try:
@@ -87,7 +92,9 @@ def _inspect_points(
     allowed = {"no-new-privileges", "no-new-privileges:true", "no-new-privileges=true"}
     yield point("no-new-privileges", True, bool(allowed.intersection(options)))
     odd = [option for option in options if option not in allowed and not option.startswith("seccomp")]
-    odd += [option for option in options if option.startswith("seccomp") and (not profile.seccomp or "unconfined" in option)]
+    odd += [
+        option for option in options if option.startswith("seccomp") and (not profile.seccomp or "unconfined" in option)
+    ]
     yield point("security options besides", [], odd)
     yield point("pids limit", profile.pids, host["PidsLimit"])
     yield point("tmpfs", ["/tmp"], sorted(host.get("Tmpfs") or ()))  # noqa: S108 - the container's own /tmp
@@ -96,7 +103,9 @@ def _inspect_points(
         yield point("memory and swap", limits.memory_mb * 1024 * 1024, host["MemorySwap"])
     if profile.cpus is not None:
         yield point("cpus", round(profile.cpus * 1e9), int(host["NanoCpus"]) or _quota(host))
-    ulimits = {str(row["Name"]).lower().removeprefix("rlimit_"): (row["Soft"], row["Hard"]) for row in host["Ulimits"] or ()}
+    ulimits = {
+        str(row["Name"]).lower().removeprefix("rlimit_"): (row["Soft"], row["Hard"]) for row in host["Ulimits"] or ()
+    }
     for name, value in (("nofile", limits.open_files), ("fsize", limits.file_size_mb and limits.file_size_mb << 20)):
         if value is not None:
             yield point(f"ulimit {name}", (value, value), ulimits.get(name))
@@ -115,7 +124,9 @@ def _inspect_points(
         yield point("user", profile.user, config["User"])
     wanted_mounts = sorted(mount_facts(profile, staging))
     found_mounts = sorted(
-        (str(row["Source"]), str(row["Destination"]), bool(row["RW"])) for row in facts["Mounts"] if row["Type"] != "tmpfs"
+        (str(row["Source"]), str(row["Destination"]), bool(row["RW"]))
+        for row in facts["Mounts"]
+        if row["Type"] != "tmpfs"
     )
     yield point("mounts", wanted_mounts, found_mounts)
     known = {*image.env, *profile.env}
@@ -199,7 +210,9 @@ def _inside_points(files: Mapping[str, str], profile: ContainerProfile, user: st
         yield point("memory limit", str(profile.limits.memory_mb << 20), memory.strip())
 
 
-_KERNEL_TUNNELS = frozenset({"tunl0", "sit0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "ip6tnl0", "ip6gre0"})
+_KERNEL_TUNNELS = frozenset(
+    {"tunl0", "sit0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "ip6tnl0", "ip6gre0"}
+)
 
 
 def _mount_rows(text: str) -> Iterator[tuple[str, frozenset[str]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 from pydantic.fields import FieldInfo
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from pool.config import ConfigError, Loaded, check_host, load
@@ -27,8 +28,8 @@ from pool.config_types import (
 
 config_app = typer.Typer(name="config", help="Check a configuration.", no_args_is_help=True)
 
-# Wide enough for every value that is not a list, so that a pipe gets one line for each key.
-_PIPE_WIDTH = 160
+# A pipe gets one line for each key, however long its value is.
+_PIPE_WIDTH = 1_000_000
 
 
 @config_app.callback()
@@ -40,7 +41,9 @@ def _config() -> None:
 def check(
     file: Annotated[
         Path,
-        typer.Argument(help="The TOML file; EMBERPOOL_... variables go on top of it.", show_default=False),
+        typer.Argument(
+            metavar="FILE", help="The TOML file; EMBERPOOL_... variables go on top of it.", show_default=False
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -66,7 +69,7 @@ def check(
         return
     typer.echo("ok")
     console = Console(highlight=False)
-    if not console.is_terminal:
+    if not sys.stdout.isatty():
         console.width = _PIPE_WIDTH
     console.print(_table(loaded))
 
@@ -77,7 +80,7 @@ def host_memory() -> int:
 
 
 def _table(loaded: Loaded) -> Table:
-    table = Table("setting", "value", "from", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table("setting", Column("value", overflow="fold"), "from", box=box.SIMPLE_HEAD, pad_edge=False)
     for section, model in SECTIONS.items():
         values = getattr(loaded.settings, section)
         for key in model.model_fields:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from executor.image import DEFAULT_IMAGE
-from executor.profile import ContainerProfile, check_mount, check_user
+from executor.profile import ContainerProfile, check_mount
 from pool.config_errors import ConfigError, Known, Problem, problems_of
 from pool.config_types import (
     MAX_UID,
@@ -30,6 +30,7 @@ from pool.config_types import (
 )
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
+_USER = re.compile(r"[0-9]{1,10}:[0-9]{1,10}\Z", re.ASCII)
 
 
 def default_state_dir(name: str) -> Path:
@@ -109,12 +110,8 @@ class SandboxSettings(_Section):
     def _user(cls, value: str) -> str:
         if value in ("auto", "image"):
             return value
-        try:
-            check_user(value or "empty")
-        except ValueError:
-            raise ValueError(
-                f'{shown(value)} must be "auto", "image", or a numeric uid:gid such as "1000:1000"'
-            ) from None
+        if not _USER.match(value):
+            raise ValueError(f'{shown(value)} must be "auto", "image", or a numeric uid:gid such as "1000:1000"')
         uid, gid = (int(part) for part in value.split(":"))
         if uid == 0:
             raise ValueError(
@@ -138,7 +135,8 @@ class SandboxSettings(_Section):
 
 
 def _default_state_dir(values: dict[str, Any]) -> Path:
-    return default_state_dir(values["name"])
+    # Without a name the name itself was refused, and that is the problem that is told.
+    return default_state_dir(values.get("name", ""))
 
 
 class PoolSettings(_Section):

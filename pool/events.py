@@ -50,6 +50,7 @@ class Policy:
     backoff_base: float = 0.5
     backoff_cap: float = 30.0
     failures_to_open: int = 3
+    engine_grace: float = 15.0
 
     def backoff(self, attempt: int, jitter: float) -> float:
         """Seconds before attempt number ``attempt`` (1 is the first repetition): doubled each time, capped, and spread

@@ -1,8 +1,10 @@
 """Every decision about sandboxes, sessions, waiters, backoff and health: ``PoolState.step(event, now) -> effects``.
 
-Pure: no awaits, no clock, no logging, no random numbers. A handler notes what an event says; then one ``_plan`` compares
-what is with what should be and asks for the difference, so an event that was missed heals at the next tick. All counts
-are derived. ``now`` never goes backwards (the shell's monotonic clock).
+Pure: no awaits, no clock, no logging, no random numbers. A handler notes what an event says; then one ``_plan``
+compares what is with what should be and asks for the difference, so an event that was missed heals at the next tick.
+All counts are derived. ``now`` never goes backwards (the shell's monotonic clock). What is due is always written
+``now >= since + span``, the very sum that ``wake_at`` returns: ``now - since >= span`` rounds differently, so that a
+sleeper woken at that sum could be too early and would not be woken again.
 """
 
 from __future__ import annotations
@@ -50,7 +52,6 @@ class SessionState:
     last_used: float
     handles: int = 0
     sandbox: int | None = None
-    served: int = 0
     restarting: bool = False
     not_before: float = 0.0
     deaths: list[float] = field(default_factory=list)
@@ -95,6 +96,7 @@ class PoolState:
         self.sessions: dict[SessionKey, SessionState] = {}
         self.waiters: dict[int, Waiter] = {}
         self.cold: set[int] = set()
+        self.ending: set[int] = set()
         self.health = Health()
         self.close_deadline: float | None = None
         self._counter = 0
@@ -139,7 +141,7 @@ class PoolState:
     def due(self, box: SandboxState, now: float) -> bool:
         """Whether a bound sandbox admits no new call any more."""
         policy = self.policy
-        return now - box.since >= policy.max_lifetime or bool(policy.max_calls and box.served >= policy.max_calls)
+        return now >= box.since + policy.max_lifetime or bool(policy.max_calls and box.served >= policy.max_calls)
 
     def wake_at(self, now: float) -> float | None:
         """The next moment at which time alone changes something; ``None`` while only events can."""
@@ -187,7 +189,7 @@ class PoolState:
             held = sum(1 for other in self.sessions.values() if other.key[0] == agent and self._counts(other))
             if policy.max_sessions_per_agent and held >= policy.max_sessions_per_agent:
                 message = f"this agent holds {held} sessions, its share (pool.max_sessions_per_agent); close one"
-                return self._refuse_now(event.waiter, RefusalKind.QUOTA_EXCEEDED, message)
+                return self._refuse_now(event.waiter, RefusalKind.QUOTA_EXCEEDED, message, 1.0)
         if session is None:
             session = self._new_session(event.key, now)
         if session.sandbox is None and self._queue_full():
@@ -201,7 +203,7 @@ class PoolState:
         session = self._session(event.key, event.epoch)
         if session is None:
             return self._refuse_now(event.waiter, RefusalKind.SESSION_CLOSED, "the session is closed; acquire it again")
-        queued = sum(1 for waiter in self.waiters.values() if waiter.key == event.key)
+        queued = sum(1 for waiter in self.waiters.values() if waiter.kind != "cold" and waiter.key == event.key)
         if event.generation is not None and event.generation != session.sandbox:
             return self._refuse_now(event.waiter, RefusalKind.STATE_LOST, _lost(event.generation))
         if session.sandbox is not None and queued >= self.policy.max_waiters:
@@ -222,8 +224,11 @@ class PoolState:
         return None
 
     def _on_waiter_gone(self, event: ev.WaiterGone, now: float) -> None:
-        if self.waiters.pop(event.waiter, None) is None:
+        waiter = self.waiters.pop(event.waiter, None)
+        if waiter is None:
             self._call_over(event.waiter, now)
+        elif waiter.kind == "acquire":
+            self._give_back(waiter.key)
 
     def _on_call_ended(self, event: ev.CallEnded, now: float) -> None:
         box = self._call_over(event.waiter, now)
@@ -232,10 +237,8 @@ class PoolState:
 
     def _on_grant_declined(self, event: ev.GrantDeclined, now: float) -> None:
         self._detach(event.key, event.epoch)
-        session = self._session(event.key, event.epoch)
-        # Nobody has run anything in it and nobody will: its sandbox is given back at once instead of idling out.
-        if session is not None and not session.handles and not session.served and not self.in_use(session):
-            self._end_session(session, "declined")
+        if self._session(event.key, event.epoch) is not None:
+            self._give_back(event.key)
 
     def _on_released(self, event: ev.HandleReleased, now: float) -> None:
         self._detach(event.key, event.epoch)
@@ -254,7 +257,9 @@ class PoolState:
                 self.health.fault = None
 
     def _on_start_failed(self, event: ev.SandboxStartFailed, now: float) -> None:
-        if self.sandboxes.pop(event.n, None) is not None:
+        box = self.sandboxes.get(event.n)
+        if box is not None and box.phase is Phase.STARTING:
+            del self.sandboxes[event.n]
             self._note_failure(event.fault, now, event.jitter)
 
     def _on_start_unknown(self, event: ev.SandboxStartUnknown, now: float) -> None:
@@ -303,6 +308,10 @@ class PoolState:
     def _on_engine_down(self, event: ev.EngineDown, now: float) -> None:
         self.health.reachable, self.health.fault = False, event.fault
         self.health.retry_at = now + event.retry_after
+        # An engine that goes down in order stops its containers first: those deaths were its own, not their sessions'.
+        for session in self.sessions.values():
+            session.deaths = [death for death in session.deaths if now - death >= self.policy.engine_grace]
+            session.not_before = min(session.not_before, now)
 
     def _on_policy(self, event: ev.PolicyChanged, now: float) -> None:
         self.policy = event.policy
@@ -333,9 +342,21 @@ class PoolState:
         if session is not None and session.handles:
             session.handles -= 1
 
+    def _give_back(self, key: SessionKey) -> None:
+        """An acquire came to nothing. If nobody has run anything in its sandbox and nobody will, the sandbox goes at
+        once instead of idling out; the session itself, and its deaths, are ``_forget``'s business."""
+        session = self.sessions.get(key)
+        if session is None or session.sandbox is None or session.handles or self.in_use(session):
+            return
+        box = self.sandboxes[session.sandbox]
+        if not box.served:
+            session.sandbox = None
+            self._stop(box, "declined")
+
     def _call_over(self, waiter: int, now: float) -> SandboxState | None:
         """Take a running call off the books; the sandbox it ran in, unless it was cold or its sandbox is gone."""
         self.cold.discard(waiter)
+        self.ending.discard(waiter)
         for box in self.sandboxes.values():
             if waiter in box.running:
                 box.running.discard(waiter)
@@ -358,7 +379,7 @@ class PoolState:
         # An engine that restarts takes every sandbox with it, which says nothing about any session.
         if cause != "engine":
             session.deaths.append(now)
-            recent = sum(1 for death in session.deaths if now - death < self.policy.restart_window)
+            recent = len(self._recent(session, now))
             # The first death is healed at once; a session that keeps dying waits longer each time.
             session.not_before = now + (self.policy.backoff(recent - 1, jitter) if recent > 1 else 0.0)
 
@@ -373,13 +394,16 @@ class PoolState:
         self._emit(ev.SessionForgotten(session.key, session.epoch, reason))
 
     def _end_calls(self, waiters: set[int], refusal: Refusal) -> None:
-        for waiter in sorted(waiters):
+        for waiter in sorted(waiters - self.ending):
+            self.ending.add(waiter)
             self._emit(ev.EndCall(waiter, refusal))
 
     def _worn_out(self, session: SessionState, now: float) -> bool:
         """Whether the session is past its restart intensity: it is refused until its deaths are old enough."""
-        recent = sum(1 for death in session.deaths if now - death < self.policy.restart_window)
-        return recent > self.policy.restart_limit
+        return len(self._recent(session, now)) > self.policy.restart_limit
+
+    def _recent(self, session: SessionState, now: float) -> list[float]:
+        return [death for death in session.deaths if now < death + self.policy.restart_window]
 
     def _note_failure(self, fault: Fault, now: float, jitter: float) -> None:
         """A start failed. A fault of the boundary refuses at once; an engine's may pass, so it gets some tries."""
@@ -400,8 +424,8 @@ class PoolState:
         self._refuse_faulty(now)
         self._serve(now)
         self._admit_cold()
-        self._forget(now)
         self._reclaim(now)
+        self._forget(now)
         self._trim(now)
         self._start(now)
         self._stop_again(now)
@@ -416,6 +440,8 @@ class PoolState:
                 what = "cold place" if waiter.kind == "cold" else "sandbox"
                 message = f"no {what} became free within {waited}; retry, or raise the pool's limits"
                 self._refuse_now(waiter.id, RefusalKind.POOL_EXHAUSTED, message, 1.0)
+            if waiter.kind == "acquire":
+                self._give_back(waiter.key)
 
     def _retire(self, now: float) -> None:
         """Stop what has had its time: aged standbys, idle sessions, used-up sandboxes; everything when closing."""
@@ -424,7 +450,7 @@ class PoolState:
         if past_drain:
             self._end_calls(self.cold, _DRAINED)
         for box in list(self.sandboxes.values()):
-            if box.phase is Phase.STANDBY and (self.closing or now - box.since >= policy.standby_max_age):
+            if box.phase is Phase.STANDBY and (self.closing or now >= box.since + policy.standby_max_age):
                 self._stop(box, "closing" if self.closing else "aged")
             elif box.phase is Phase.BOUND and box.session is not None:
                 session = self.sessions[box.session]
@@ -432,10 +458,14 @@ class PoolState:
                     self._end_calls(box.running, _DRAINED)
                 elif box.running:
                     continue
-                idle = now - session.last_used >= policy.idle_timeout and not self.in_use(session)
+                idle = now >= session.last_used + policy.idle_timeout and not self.in_use(session)
                 if self.closing or idle or self.due(box, now):
                     session.sandbox, session.restarting = None, False
                     self._stop(box, "closing" if self.closing else "idle" if idle else "recycled")
+
+        for session in self.sessions.values():
+            if session.restarting and now >= session.last_used + policy.idle_timeout and not self.in_use(session):
+                session.restarting = False  # it would have been reaped by now
 
     def _refuse_lost(self, now: float) -> None:
         """Answer whoever waits for what cannot come: a closing pool, a lost generation, a worn-out session."""
@@ -450,7 +480,7 @@ class PoolState:
             if waiter.generation is not None and waiter.generation != session.sandbox:
                 self._refuse_now(waiter.id, RefusalKind.STATE_LOST, _lost(waiter.generation))
             elif session.sandbox is None and self._worn_out(session, now):
-                recent = [death for death in session.deaths if now - death < window]
+                recent = self._recent(session, now)
                 again = recent[-self.policy.restart_limit - 1] + window - now
                 message = f"this session's sandboxes died {len(recent)} times in {window:g} s (pool.restart_limit)"
                 self._refuse_now(waiter.id, RefusalKind.SANDBOX_DIED, message, max(0.1, again))
@@ -460,11 +490,14 @@ class PoolState:
         fault, health = self.health.fault, self.health
         if fault is None or (health.reachable and now >= health.retry_at):
             return
+        # Only an engine's fault may pass by itself; the others need the operator, so no time to come back is named.
+        passes = fault.kind is RefusalKind.ENGINE_UNAVAILABLE
+        retry_after = max(0.1, health.retry_at - now) if passes else None
         for waiter in list(self.waiters.values()):
             # Cold calls start containers of their own: only an engine that does not answer speaks for them too.
             cannot = self.sessions[waiter.key].sandbox is None if waiter.kind != "cold" else not health.reachable
             if cannot:
-                self._refuse_now(waiter.id, fault.kind, fault.message, max(0.1, health.retry_at - now))
+                self._refuse_now(waiter.id, fault.kind, fault.message, retry_after)
 
     def _bind(self, now: float) -> None:
         if not self.health.reachable or self.closing:
@@ -491,12 +524,11 @@ class PoolState:
                 del self.waiters[waiter.id]
                 box.running.add(waiter.id)
                 box.served += 1
-                session.served += 1
                 self._emit(ev.RunCall(waiter.id, box.n))
 
     def _admit_cold(self) -> None:
         for waiter in [w for w in self.waiters.values() if w.kind == "cold"]:
-            if len(self.cold) >= self.policy.max_cold:
+            if len(self.cold) >= self.policy.max_cold or not self.health.reachable:
                 return
             del self.waiters[waiter.id]
             self.cold.add(waiter.id)
@@ -504,13 +536,14 @@ class PoolState:
 
     def _forget(self, now: float) -> None:
         for session in list(self.sessions.values()):
-            session.deaths = [death for death in session.deaths if now - death < self.policy.restart_window]
+            session.deaths = self._recent(session, now)
             if session.sandbox is not None or self.in_use(session):
                 continue
-            if not session.handles or now - session.last_used >= self.policy.idle_timeout:
-                session.restarting = False
+            if session.handles:
+                continue
+            session.restarting = False
             # Recent deaths are remembered although nobody holds the session: acquiring anew must not reset the count.
-            if not session.handles and not (session.deaths and not self.closing):
+            if not session.deaths or self.closing:
                 del self.sessions[session.key]
                 self._emit(ev.SessionForgotten(session.key, session.epoch, "unused"))
 
@@ -524,7 +557,7 @@ class PoolState:
             return
         idle = [s for s in self.sessions.values() if s.sandbox is not None and not self.in_use(s)]
         for session in sorted(idle, key=lambda s: s.last_used)[:missing]:
-            if now - session.last_used >= after and session.sandbox is not None:
+            if now >= session.last_used + after and session.sandbox is not None:
                 box, session.sandbox = self.sandboxes[session.sandbox], None
                 self._stop(box, "reclaimed")
 

@@ -1,0 +1,70 @@
+"""What a private daemon leaves behind when it is killed: containerd, containers, mounts. Only its own are touched."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import anyio
+import structlog
+
+from executor import process
+from executor.debian import system_environment
+from executor.paths import EnginePaths
+from executor.proc import KILL_WAIT, argv_of, gone, pidfd, pids, stat_number
+
+log = structlog.get_logger("emberpool.engine")
+
+
+async def sweep_containerd(paths: EnginePaths) -> bool:
+    """End a containerd that its daemon left behind; returns whether there was one."""
+    words = ("--config", str(paths.containerd_config))
+    return await _sweep(lambda argv: Path(argv[0]).name == "containerd" and words in pairwise(argv))
+
+
+async def sweep_containers(paths: EnginePaths) -> bool:
+    """End containers that a killed daemon left running: PID 1 of each, then its shim; returns whether any was left."""
+    words = ("-address", str(paths.containerd_socket))
+
+    def is_shim(argv: tuple[str, ...]) -> bool:
+        return Path(argv[0]).name.startswith("containerd-shim") and words in pairwise(argv)
+
+    for shim in [pid for pid in pids() if is_shim(argv_of(pid) or ("",))]:
+        for pid in pids():
+            with pidfd(pid, lambda pid=pid, shim=shim: stat_number(pid, 1) == shim) as fd:  # type: ignore[misc]
+                if fd is not None:
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+    return await _sweep(is_shim)
+
+
+async def _sweep(wanted: Callable[[tuple[str, ...]], bool]) -> bool:
+    found = False
+    for pid in pids():
+        with pidfd(pid, lambda pid=pid: wanted(argv_of(pid) or ("",))) as fd:  # type: ignore[misc]
+            if fd is None:
+                continue
+            found = True
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            await gone(fd, KILL_WAIT)
+    return found
+
+
+async def unmount(paths: EnginePaths) -> None:
+    """Undo the mounts that a killed daemon left below its own places, so that they can be removed without harm."""
+    table = await anyio.Path("/proc/self/mountinfo").read_text()
+    for point in reversed(mounts_below(table, (paths.data, paths.run))):
+        done = await process.run(["umount", "--lazy", "--", str(point)], system_environment(), timeout=15.0)
+        log.info("engine.unmounted", point=str(point), code=done.code)
+
+
+def mounts_below(mountinfo: str, places: Sequence[Path]) -> list[Path]:
+    """The mount points at or below ``places``, in the order in which they were mounted. Pure."""
+    points = [Path(_OCTAL.sub(lambda m: chr(int(m[1], 8)), line.split()[4])) for line in mountinfo.splitlines()]
+    return [point for point in points if any(point.is_relative_to(place) for place in places)]
+
+
+# The kernel writes blanks and backslashes of a path as \\040 and the like.
+_OCTAL = re.compile(r"\\([0-7]{3})")

@@ -1,0 +1,104 @@
+"""The commands ``emberpool engine ...`` and ``emberpool image ...``: they speak to a person, and decide nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, TypeVar
+
+import anyio
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from executor import private
+from executor.debian import Report
+from executor.image import DEFAULT_IMAGE, ensure_image
+from executor.result import EmberpoolError
+
+engine_app = typer.Typer(no_args_is_help=True, help="The container engine: find one, or run a private one.")
+image_app = typer.Typer(no_args_is_help=True, help="The image that sandboxes run.")
+
+_T = TypeVar("_T")
+
+
+@engine_app.command("up")
+def engine_up() -> None:
+    """Make sure that a container engine answers; on Debian or Ubuntu as root, install and start a private one."""
+    ready = _run(private.up)
+    state = "started" if ready.started else "already up"
+    typer.echo(f"engine {state}: {ready.info.kind} {ready.info.version}, {ready.endpoint.found}")
+
+
+@engine_app.command("down")
+def engine_down(
+    force: Annotated[bool, typer.Option("--force", help="Stop it although a pool lives on it.")] = False,
+) -> None:
+    """Stop the private engine, and nothing that `engine up` did not start."""
+    stopped = _run(lambda report: private.down(force=force, report=report))
+    typer.echo("private engine stopped" if stopped else "no private engine runs; nothing to stop")
+
+
+@engine_app.command("status")
+def engine_status(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on one line.")] = False,
+) -> None:
+    """Which engine is used, how it was found, and who lives on it; exit status 1 where none answers."""
+    status = _run(lambda report: private.status())
+    if as_json:
+        typer.echo(json.dumps(asdict(status)))
+    elif status.answers:
+        typer.echo(f"{status.kind} {status.version}, {status.found}")
+    if status.pid is not None and not as_json:
+        pools = ", ".join(f"pid {pid}" for pid in status.pools) or "none"
+        typer.echo(f"private engine: pid {status.pid}; pools on it: {pools}")
+    if not status.answers:
+        if not as_json:
+            typer.echo(f"error: {_line(status.problem)}", err=True)
+        raise typer.Exit(1)
+
+
+@image_app.command("build")
+def image_build(
+    image: Annotated[str, typer.Option("--image", help="The image to make ready.")] = DEFAULT_IMAGE,
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Make it anew although it is there.")] = False,
+) -> None:
+    """Pull the image, or build the default one from the distribution's packages where no registry can be reached."""
+
+    async def build(report: Report) -> str:
+        engine, _ = await private.wanted_engine()
+        made = await ensure_image(engine, image, report, rebuild=rebuild)
+        return f"image {image} ready: {made.id.removeprefix('sha256:')[:12]}, {made.size / 1e6:.0f} MB"
+
+    typer.echo(_run(build))
+
+
+def _run(work: Callable[[Report], Awaitable[_T]]) -> _T:
+    """Run ``work`` with progress; a refusal becomes one line on stderr and exit status 1, Ctrl-C exit status 130."""
+    try:
+        with _progress() as report:
+            return anyio.run(work, report)
+    except EmberpoolError as error:
+        typer.echo(f"error: {_line(str(error))}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("error: interrupted", err=True)
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def _progress() -> Iterator[Report]:
+    """A spinner with the latest line on a terminal; elsewhere each line on stderr as it comes."""
+    if not sys.stderr.isatty():
+        yield lambda line: typer.echo(line, err=True)
+        return
+    console = Console(stderr=True)
+    with console.status("looking for an engine") as shown:
+        yield lambda line: shown.update(escape(line))
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

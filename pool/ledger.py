@@ -1,0 +1,217 @@
+"""A pool's state directory: its identity, its lock, and the ledger of every container that it may have made.
+
+A container's name is entered before its start and dropped only after its absence is confirmed, so a pool that was killed
+leaves nothing that its next start does not find. Entries are one small file each; a file's name carries its state, so the
+move from standby to bound is one rename. Nothing is synced to the platter: a machine that loses power has also lost the
+containers.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from executor.result import PoolUnusable
+
+EntryState = Literal["standby", "bound", "cold", "probe"]
+_STATES: tuple[EntryState, ...] = ("standby", "bound", "cold", "probe")
+_IDENTITY_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One container in the ledger. ``container`` is its full ID, ``""`` until the start has answered; ``created`` is wall
+    clock seconds."""
+
+    name: str
+    state: EntryState
+    container: str = ""
+    user: str = ""
+    created: float = 0.0
+
+
+class StateDirectory:
+    """An open, locked state directory. Make one with ``StateDirectory.open``; ``close`` gives the lock back."""
+
+    def __init__(self, path: Path, lock: int, pool_id: str, secret: bytes) -> None:
+        self.path, self.pool_id, self._secret, self._lock = path, pool_id, secret, lock
+        self._ledger, self._staging = path / "ledger", path / "staging"
+
+    @classmethod
+    def open(cls, path: Path) -> StateDirectory:
+        """Create or open ``path`` and lock it. Raises ``PoolUnusable``, having touched nothing, unless it is ours alone."""
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(path)
+            lock = _take_lock(path / "lock")
+        except OSError as error:
+            raise PoolUnusable(f"the state directory {path} cannot be used: {error.strerror or error}") from error
+        try:
+            for part in ("ledger", "staging"):
+                (path / part).mkdir(mode=0o700, exist_ok=True)
+                _check_private(path / part)
+            pool_id, secret = _identity(path / "pool.json")
+            directory = cls(path, lock, pool_id, secret)
+            directory.entries()
+            return directory
+        except OSError as error:
+            os.close(lock)
+            raise PoolUnusable(f"the state directory {path} cannot be used: {error.strerror or error}") from error
+        except BaseException:
+            os.close(lock)
+            raise
+
+    def close(self) -> None:
+        """Give the lock back; twice is harmless."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def session_id(self, agent: str, session: str) -> str:
+        """The only form in which a session's key leaves the pool: an HMAC under the pool's secret, 16 hex digits."""
+        parts = [part.encode("utf-8", "surrogatepass") for part in (agent, session)]
+        message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:16]
+
+    # --- the ledger ---------------------------------------------------------------------------------------------------
+
+    def entries(self) -> list[Entry]:
+        """Every container that may exist. Raises ``PoolUnusable`` on an entry that cannot be read."""
+        found: list[Entry] = []
+        with self._writing():
+            files = sorted(self._ledger.iterdir())
+        for file in files:
+            if file.name.startswith(".new-"):
+                # A write that was cut off: its entry, if there was one, stands beside it.
+                file.unlink()
+                continue
+            name, _, state = file.name.rpartition(".")
+            try:
+                content = json.loads(file.read_text("utf-8"))
+                if state not in _STATES or content["name"] != name:
+                    raise ValueError("its name and its content differ")
+                found.append(
+                    Entry(name, state, str(content["container"]), str(content["user"]), float(content["created"]))
+                )
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                message = f"the ledger entry {file} is damaged ({error}); look at it, and remove it if it names nothing"
+                raise PoolUnusable(message) from error
+        return found
+
+    def enter(self, entry: Entry) -> None:
+        """Write an entry, or replace it with more facts; atomic."""
+        content = {"name": entry.name, "container": entry.container, "user": entry.user, "created": entry.created}
+        target = self._ledger / f"{entry.name}.{entry.state}"
+        draft = self._ledger / f".new-{target.name}"
+        with self._writing():
+            draft.write_text(json.dumps(content), "utf-8")
+            draft.replace(target)
+
+    def bind(self, name: str) -> None:
+        """Move an entry from standby to bound; atomic."""
+        with self._writing():
+            (self._ledger / f"{name}.standby").rename(self._ledger / f"{name}.bound")
+
+    def drop(self, name: str) -> None:
+        """Remove an entry, whatever its state, and its staging directory. Only after the container is known to be gone."""
+        shutil.rmtree(self._staging / name, ignore_errors=True)
+        with self._writing():
+            for state in _STATES:
+                (self._ledger / f"{name}.{state}").unlink(missing_ok=True)
+
+    def stage(self, name: str) -> tuple[Path, str]:
+        """Make the private directory that a sandbox mounts at ``/tool``; its path and the nonce that stands in it."""
+        place, nonce = self._staging / name, secrets.token_hex(16)
+        with self._writing():
+            place.mkdir(mode=0o755)
+            place.chmod(0o755)
+            file = place / "nonce"
+            file.write_text(nonce + "\n", "ascii")
+            file.chmod(0o644)
+        return place, nonce
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            message = f"the state directory {self.path} cannot be used: {error.strerror or error}"
+            raise PoolUnusable(message, retry_after=5.0) from error
+
+
+def _check_private(path: Path) -> None:
+    facts = path.lstat()
+    if not stat.S_ISDIR(facts.st_mode):
+        raise PoolUnusable(f"the state directory {path} is not a directory (links are not followed)")
+    if facts.st_uid != os.geteuid():
+        raise PoolUnusable(f"the state directory {path} belongs to uid {facts.st_uid}, not to uid {os.geteuid()}")
+    if facts.st_mode & 0o077:
+        mode = oct(stat.S_IMODE(facts.st_mode))
+        raise PoolUnusable(f"the state directory {path} is open to other users (mode {mode}); run: chmod 700 {path}")
+    for parent in path.absolute().parents:
+        facts = parent.stat()
+        if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
+            raise PoolUnusable(
+                f"{parent}, above the state directory, can be written by every user; choose another place"
+            )
+
+
+def _take_lock(path: Path) -> int:
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise PoolUnusable(f"{path} is a symbolic link; somebody else made it. Remove it") from error
+        raise
+    facts = os.fstat(lock)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+        os.close(lock)
+        raise PoolUnusable(f"{path} is not a regular file of this user; somebody else made it. Remove it")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(lock)
+        message = (
+            f"the state directory {path.parent} is in use by a live pool (pid {holder}); stop it, or set pool.name"
+        )
+        raise PoolUnusable(message) from error
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def _identity(path: Path) -> tuple[str, bytes]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        if content["version"] != _IDENTITY_VERSION:
+            raise ValueError(f"version {content['version']} is not {_IDENTITY_VERSION}")
+        pool_id, secret = str(content["pool_id"]), bytes.fromhex(content["secret"])
+        if len(pool_id) != 12 or len(secret) != 32 or not pool_id.isalnum():
+            raise ValueError("its fields have unknown forms")
+        return pool_id, secret
+    except FileNotFoundError:
+        if any((path.parent / "ledger").iterdir()):
+            message = f"{path} is missing although the ledger beside it names containers; restore it, or remove both"
+            raise PoolUnusable(message) from None
+        pool_id, secret = secrets.token_hex(6), secrets.token_bytes(32)
+        draft = path.with_name(".new-pool.json")
+        draft.unlink(missing_ok=True)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"version": _IDENTITY_VERSION, "pool_id": pool_id, "secret": secret.hex()}, file)
+        draft.rename(path)
+        return pool_id, secret
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise PoolUnusable(f"{path} is damaged ({error}); restore it, or remove the state directory") from error

@@ -1,0 +1,128 @@
+"""The pool's link to its engine: connect, sweep what an earlier instance left, follow the events, resync, and again.
+
+One loop that never gives up: whatever breaks the link ends one round of it, the pool is told, and the next round begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import anyio
+import structlog
+
+from executor.engine import Engine, EngineEvent, EngineInfo, ImageInfo
+from executor.profile import LABEL_POOL
+from executor.result import EmberpoolError, EngineUnavailable, ImageMissing
+from executor.watch import EventHub
+from pool.config import Settings
+from pool.events import EngineDown, EngineUp, Event, SandboxDied
+from pool.refusals import fault_of
+from pool.workshop import Workshop, connection
+
+log = structlog.get_logger("emberpool.pool")
+
+FindEngine = Callable[[], Awaitable[tuple[Engine, EngineInfo]]]
+_RETRY_CAP = 5.0
+
+
+class Shell(Protocol):
+    """What the link needs of the pool: to feed its core, to draw jitter, and to know which sandboxes should live."""
+
+    def feed(self, event: Event) -> None: ...
+    def jitter(self) -> float: ...
+    def living(self) -> list[int]: ...
+
+
+class EngineLink:
+    """Keeps ``workshop.connection`` and the hub current while ``run`` runs."""
+
+    def __init__(
+        self, settings: Settings, find: FindEngine, pool_id: str, hub: EventHub, shop: Workshop, shell: Shell
+    ) -> None:
+        self._settings, self._find, self._pool_id = settings, find, pool_id
+        self._hub, self._shop, self._shell = hub, shop, shell
+        self._since = ""
+        self._seen: set[tuple[int, str, str, str]] = set()
+
+    async def run(self) -> None:
+        """Connect again and again, for as long as the pool lives."""
+        failures = 0
+        while True:
+            try:
+                await self._round()
+            except EmberpoolError as error:
+                lost, self._hub.connected = self._hub.connected, False
+                failures = 1 if lost else failures + 1
+                wait = min(_RETRY_CAP, 0.2 * 2.0 ** min(failures, 10)) * (0.5 + 0.5 * self._shell.jitter())
+                log.warning(
+                    "pool.engine_down", pool=self._pool_id, reason=error.reason, error=str(error), retry_after=wait
+                )
+                self._shell.feed(EngineDown(fault_of(error), wait))
+                await anyio.sleep(wait)
+
+    async def _round(self) -> None:
+        engine, info = await self._find()
+        image = await self._image(engine)
+        self._shop.connection = connection(self._settings, engine, info, image, self._pool_id)
+        # Events are subscribed to from a moment before anything is started, so none can be missed.
+        async with engine.events(LABEL_POOL, self._pool_id, self._since or info.time or "0") as events:
+            self._hub.connected = True
+            await self._resync(engine)
+            log.info("pool.engine_up", pool=self._pool_id, engine=info.endpoint, version=info.version, image=image.id)
+            self._shell.feed(EngineUp())
+            ended: list[EmberpoolError] = []
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._keep_in_step, engine, ended, tasks.cancel_scope)
+                try:
+                    async for event in events:
+                        self._take(event)
+                except EmberpoolError as error:
+                    ended.append(error)
+                tasks.cancel_scope.cancel()
+        raise ended[0] if ended else EngineUnavailable("the engine's event stream ended", retry_after=0.5)
+
+    async def _keep_in_step(self, engine: Engine, ended: list[EmberpoolError], link: anyio.CancelScope) -> None:
+        while True:
+            await anyio.sleep(self._settings.pool.resync_interval)
+            try:
+                await self._resync(engine)
+            except EmberpoolError as error:
+                ended.append(error)
+                link.cancel()
+                return
+
+    async def _image(self, engine: Engine) -> ImageInfo:
+        try:
+            return await engine.image(self._settings.sandbox.image)
+        except ImageMissing as error:
+            message = f"the image {self._settings.sandbox.image} is not on the engine; run: emberpool image build"
+            raise ImageMissing(message, retry_after=error.retry_after) from error
+
+    def _take(self, event: EngineEvent) -> None:
+        # A new subscription repeats what lies in its first moment; an event counts once.
+        mark = (event.time, event.container, event.action, event.exec_id)
+        if mark in self._seen:
+            return
+        if len(self._seen) > 4096:
+            self._seen.clear()
+        self._seen.add(mark)
+        if event.time:
+            self._since = f"{event.time // 1_000_000_000}.{event.time % 1_000_000_000:09d}"
+        watch = self._hub.publish(event)
+        n = self._shop.number(event.name)
+        if watch is not None and n is not None and event.action in ("die", "destroy"):
+            self._shell.feed(SandboxDied(n, watch.cause, self._shell.jitter()))
+
+    async def _resync(self, engine: Engine) -> None:
+        """Heal lost events: what should live and is not running has died; what nobody uses any more is removed."""
+        expected = {self._shop.name(n): n for n in self._shell.living()}
+        running = {row.name for row in await engine.list(LABEL_POOL, self._pool_id) if row.running}
+        for name, n in expected.items():
+            if name not in running:
+                watch = self._hub.watch(name)
+                watch.lost()
+                self._shell.feed(SandboxDied(n, watch.cause, self._shell.jitter()))
+        swept = await self._shop.sweep()
+        if swept:
+            log.info("pool.swept", pool=self._pool_id, containers=swept)

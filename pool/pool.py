@@ -1,0 +1,420 @@
+"""SandboxPool: feeds the pure core, carries its effects out, and lends each caller a place to wait.
+
+Nothing is decided here. An event goes in (``feed``), effects come out and are carried out at once or by a task of their
+own, whose outcome is the next event. Feeding is synchronous, so a caller's cancellation can never fall between the two.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from executor.call import Call
+from executor.engine import Engine, EngineInfo
+from executor.locate import find_engine
+from executor.result import CallResult, EmberpoolError, InvalidCall, PoolClosed, PoolUnusable, SandboxDied, StateLost
+from executor.watch import EventHub
+from pool import events as ev
+from pool.config import Settings
+from pool.events import Effect, Event, Policy, Refusal, SessionKey
+from pool.ledger import StateDirectory
+from pool.link import EngineLink, FindEngine
+from pool.refusals import error_of, fault_of
+from pool.session import Session
+from pool.state import Phase, PoolState
+from pool.workshop import Workshop
+
+log = structlog.get_logger("emberpool.pool")
+
+MAX_KEY = 65_536
+STOP_PATIENCE = 30.0
+"""Seconds beyond the drain that a closing pool waits for its containers to be confirmed gone."""
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Where one caller waits. ``answer`` is the effect that ended its wait; ``ended`` a refusal that ends its call."""
+
+    answered: anyio.Event = field(default_factory=anyio.Event)
+    answer: Effect | None = None
+    scope: anyio.CancelScope | None = None
+    ended: Refusal | None = None
+
+
+class SandboxPool:
+    """The warm pool. ``async with SandboxPool(settings) as pool: session = await pool.acquire("agent", "chat-42")``.
+
+    Entering the block opens and locks the state directory (``PoolUnusable``) and starts the supervisor. It does not wait
+    for an engine: while none is there, everything is refused with the reason, and heals by itself once it is.
+    ``find`` returns the engine to use (by default the first that answers, see ``executor.locate``).
+    """
+
+    def __init__(self, settings: Settings | None = None, *, find: FindEngine | None = None) -> None:
+        self.settings = settings or Settings()
+        self._find = find or self._find_engine
+        self._hub = EventHub()
+        self._state = PoolState(policy_of(self.settings))
+        self._places: dict[int, _Place] = {}
+        self._waiters = 0
+        self._queue: deque[Event] = deque()
+        self._feeding = False
+        self._random = random.Random()  # noqa: S311 - jitter, not a secret
+        self._entered = False
+
+    async def __aenter__(self) -> SandboxPool:
+        if self._entered:
+            raise PoolClosed("a SandboxPool is used once; make a new one")
+        self._entered = True
+        self._directory = StateDirectory.open(self.settings.pool.state_dir)
+        self._log = log.bind(pool=self._directory.pool_id, name=self.settings.pool.name)
+        self._shop = Workshop(self.settings, self._directory, self._hub)
+        self._link = EngineLink(self.settings, self._find, self._directory.pool_id, self._hub, self._shop, self)
+        self._earlier, self._woken = anyio.Event(), float("inf")
+        self._gone = anyio.Event()
+        self._tasks: TaskGroup = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._link.run)
+        self._tasks.start_soon(self._clock)
+        self._log.info("pool.started", instance=self._shop.instance, state_dir=str(self._directory.path))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        pool = self.settings.pool
+        drain = pool.drain_timeout if kind is None else 0.0
+        with anyio.CancelScope(shield=True):
+            self.feed(ev.CloseBegan(anyio.current_time() + drain))
+            with anyio.move_on_after(drain + STOP_PATIENCE):
+                await self._gone.wait()
+        self._tasks.cancel_scope.cancel()
+        cancelled = error is not None and isinstance(error, anyio.get_cancelled_exc_class())
+        try:
+            if cancelled:
+                return await self._tasks.__aexit__(kind, error, trace)
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            left = sorted(self._shop.names)
+            if left:
+                self._log.error(
+                    "pool.left_behind", containers=left, hint="the next start with this state_dir removes them"
+                )
+            self._directory.close()
+            self._log.info("pool.closed")
+        return None
+
+    # --- for callers --------------------------------------------------------------------------------------------------
+
+    async def acquire(self, agent: str, session: str, *, timeout: float | None = None) -> Session:
+        """A handle on the session ``(agent, session)``, once it owns a live sandbox: its own, or a standby, or a new one.
+
+        Waits at most ``timeout`` seconds (default ``pool.acquire_timeout``), first come first served. Raises ``InvalidCall``,
+        ``PoolExhausted``, ``QuotaExceeded``, ``EngineUnavailable``, ``ImageMissing``, ``ProfileMismatch``, ``SandboxDied``
+        (the session keeps dying) or ``PoolClosed``. Nothing ever runs anywhere weaker instead.
+        """
+        key = (_key_part("agent", agent), _key_part("session", session))
+        wait = self.settings.pool.acquire_timeout if timeout is None else _timeout(timeout)
+        self._require_open()
+        waiter, place = self._wait()
+        try:
+            self.feed(ev.AcquireWanted(waiter, key, anyio.current_time() + wait))
+            await place.answered.wait()
+        except BaseException:
+            if isinstance(place.answer, ev.Grant):
+                self.feed(ev.GrantDeclined(key, place.answer.epoch))
+            else:
+                self.feed(ev.WaiterGone(waiter))
+            raise
+        finally:
+            del self._places[waiter]
+        grant = place.answer
+        if isinstance(grant, ev.Refuse):
+            raise error_of(grant.refusal)
+        assert isinstance(grant, ev.Grant)  # noqa: S101 - an acquire is granted or refused, nothing else
+        return Session(self, key, grant.epoch, self._directory.session_id(*key))
+
+    async def call_cold(
+        self,
+        argv: Sequence[str] | None = None,
+        *,
+        code: str | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        max_output: int | None = None,
+    ) -> CallResult:
+        """One call in a disposable container of its own, as ``Session.call``; at most ``pool.max_cold`` run at once."""
+        call = self.new_call(argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output)
+        self._require_open()
+        waiter, place = self._wait()
+        deadline = anyio.current_time() + call.timeout
+        try:
+            self.feed(ev.ColdWanted(waiter, deadline))
+            await place.answered.wait()
+            if isinstance(place.answer, ev.Refuse):
+                raise error_of(place.answer.refusal)
+            return await self._run(place, lambda left: self._shop.cold(replace(call, timeout=left)), deadline)
+        finally:
+            self.feed(ev.CallEnded(waiter) if isinstance(place.answer, ev.RunCold) else ev.WaiterGone(waiter))
+            del self._places[waiter]
+
+    def snapshot(self) -> dict[str, Any]:
+        """Counts derived from the core's state, for operators and tests: sandboxes by phase, sessions, waiters, health."""
+        state = self._state
+        return {
+            "pool": self._directory.pool_id,
+            "instance": self._shop.instance,
+            "sandboxes": {phase.value: len(state.in_phase(phase)) for phase in Phase},
+            "sessions": len(state.sessions),
+            "waiting": len(state.waiters),
+            "running": sum(len(box.running) for box in state.sandboxes.values()),
+            "cold": len(state.cold),
+            "engine": "up" if state.health.reachable else "down",
+            "fault": state.health.fault.kind.value if state.health.fault else None,
+        }
+
+    # --- for Session --------------------------------------------------------------------------------------------------
+
+    def new_call(
+        self,
+        argv: Sequence[str] | None,
+        code: str | None,
+        *,
+        stdin: bytes,
+        env: Mapping[str, str] | None,
+        timeout: float | None,
+        max_output: int | None,
+    ) -> Call:
+        """A checked call under the configuration's ceilings. Raises ``InvalidCall``."""
+        limits = self.settings.call
+        if isinstance(argv, str | bytes):
+            raise InvalidCall('argv must be a list of strings, for example ["ls", "-l"], not one string')
+        wanted = limits.timeout if timeout is None else _timeout(timeout)
+        if wanted > limits.timeout:
+            raise InvalidCall(f"timeout is {wanted:g} s; at most {limits.timeout:g} s are allowed (call.timeout)")
+        kept = limits.max_output if max_output is None else max_output
+        if kept > limits.max_output:
+            raise InvalidCall(f"max_output is {kept} bytes; at most {limits.max_output} are allowed (call.max_output)")
+        return Call(
+            argv=tuple(argv or ()),
+            code=code,
+            stdin=stdin,
+            env=dict(env or {}),
+            timeout=wanted,
+            max_output=kept,
+            max_input=limits.max_input,
+        )
+
+    async def run_call(self, key: SessionKey, epoch: int, call: Call, generation: str | None) -> CallResult:
+        """Wait for the session's turn and run the call in its sandbox."""
+        n = self._parse_generation(generation) if generation is not None else None
+        self._require_open()
+        waiter, place = self._wait()
+        deadline = anyio.current_time() + call.timeout
+        poisoned = ""
+        try:
+            self.feed(ev.CallWanted(waiter, key, epoch, deadline, n))
+            await place.answered.wait()
+            if isinstance(place.answer, ev.Refuse):
+                raise error_of(place.answer.refusal)
+            assert isinstance(place.answer, ev.RunCall)  # noqa: S101 - a call is run or refused, nothing else
+            n = place.answer.n
+            box = self._shop.sandboxes[n]
+            try:
+                result = await self._run(place, lambda left: box.call(replace(call, timeout=left)), deadline)
+            finally:
+                poisoned = box.poisoned
+            return replace(result, generation=f"{self._shop.instance}-{n}")
+        finally:
+            ran = isinstance(place.answer, ev.RunCall)
+            self.feed(ev.CallEnded(waiter, poisoned, self.jitter()) if ran else ev.WaiterGone(waiter))
+            del self._places[waiter]
+
+    def generation(self, key: SessionKey, epoch: int) -> str | None:
+        """The generation of a session, as ``Session.generation`` tells it."""
+        session = self._state.sessions.get(key)
+        if session is None or session.epoch != epoch or session.sandbox is None:
+            return None
+        return f"{self._shop.instance}-{session.sandbox}"
+
+    def detach(self, key: SessionKey, epoch: int) -> None:
+        self.feed(ev.HandleReleased(key, epoch))
+
+    def end(self, key: SessionKey, epoch: int) -> None:
+        self.feed(ev.SessionEnded(key, epoch))
+
+    # --- the shell ----------------------------------------------------------------------------------------------------
+
+    def feed(self, event: Event) -> None:
+        """Take an event in and carry out what follows. An event that arises meanwhile is taken next, in order."""
+        self._queue.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._queue:
+                for effect in self._state.step(self._queue.popleft(), anyio.current_time()):
+                    self._carry_out(effect)
+        finally:
+            self._feeding = False
+        if self._state.drained:
+            self._gone.set()
+        wake = self._state.wake_at(anyio.current_time())
+        if wake is not None and wake < self._woken:
+            self._earlier.set()
+
+    def jitter(self) -> float:
+        return self._random.random()
+
+    def living(self) -> list[int]:
+        """The sandboxes that should be running now."""
+        return [box.n for phase in (Phase.STANDBY, Phase.BOUND) for box in self._state.in_phase(phase)]
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case ev.StartSandbox(n):
+                self._tasks.start_soon(self._start, n)
+            case ev.StopSandbox(n, reason):
+                self._tasks.start_soon(self._stop, n, reason)
+            case ev.BindSandbox(n, key):
+                self._bind(n, key)
+            case ev.Grant(waiter) | ev.RunCall(waiter) | ev.RunCold(waiter) | ev.Refuse(waiter):
+                place = self._places[waiter]
+                place.answer = effect
+                place.answered.set()
+            case ev.EndCall(waiter, refusal):
+                place = self._places[waiter]
+                place.ended = place.ended or refusal
+                if place.scope is not None:
+                    place.scope.cancel()
+            case ev.SessionForgotten(key, _, reason):
+                self._log.info("session.forgotten", session=self._directory.session_id(*key), reason=reason)
+
+    async def _start(self, n: int) -> None:
+        began = anyio.current_time()
+        try:
+            self._shop.enter(n)
+        except EmberpoolError as error:
+            self._log.warning("sandbox.start_refused", sandbox=n, reason=error.reason, error=str(error))
+            self.feed(ev.SandboxStartFailed(n, fault_of(error), self.jitter()))
+            return
+        try:
+            box = await self._shop.start(n)
+            if box.watch.died.is_set():
+                raise SandboxDied("the sandbox ended right after its start", cause=box.watch.cause)
+        except EmberpoolError as error:
+            self._log.warning("sandbox.start_failed", sandbox=n, reason=error.reason, error=str(error))
+            self.feed(ev.SandboxStartUnknown(n, fault_of(error), self.jitter()))
+            return
+        self._log.info("sandbox.started", sandbox=box.name, seconds=round(anyio.current_time() - began, 3))
+        self.feed(ev.SandboxStarted(n))
+
+    async def _stop(self, n: int, reason: str) -> None:
+        began = anyio.current_time()
+        try:
+            await self._shop.stop(n)
+        except EmberpoolError as error:
+            self._log.warning("sandbox.stop_failed", sandbox=n, why=reason, reason=error.reason, error=str(error))
+            self.feed(ev.SandboxStopFailed(n, self.jitter()))
+            return
+        seconds = round(anyio.current_time() - began, 3)
+        self._log.info("sandbox.stopped", sandbox=self._shop.name(n), why=reason, seconds=seconds)
+        self.feed(ev.SandboxStopped(n))
+
+    def _bind(self, n: int, key: SessionKey) -> None:
+        try:
+            self._shop.bind(n)
+        except PoolUnusable as error:
+            self.feed(ev.BindFailed(n, fault_of(error), self.jitter()))
+            return
+        session_id = self._directory.session_id(*key)
+        self._log.info("session.bound", session=session_id, generation=f"{self._shop.instance}-{n}")
+        self.feed(ev.BindRecorded(n))
+
+    async def _clock(self) -> None:
+        """Tell the core when time alone changes something."""
+        while True:
+            now = anyio.current_time()
+            wake = self._state.wake_at(now)
+            self._earlier, self._woken = anyio.Event(), float("inf") if wake is None else wake
+            with anyio.move_on_at(self._woken):
+                await self._earlier.wait()
+            self._woken = float("-inf")
+            self.feed(ev.Tick())
+
+    async def _run(self, place: _Place, run: Any, deadline: float) -> CallResult:
+        """Run a call under a scope of its own, so that the core can end it."""
+        with anyio.CancelScope() as place.scope:
+            if place.ended is None:
+                result: CallResult = await run(max(0.001, deadline - anyio.current_time()))
+                return result
+        if place.ended is not None:
+            raise error_of(place.ended)
+        raise AssertionError("a call's scope is cancelled only to end it")
+
+    def _wait(self) -> tuple[int, _Place]:
+        self._waiters += 1
+        place = self._places[self._waiters] = _Place()
+        return self._waiters, place
+
+    def _require_open(self) -> None:
+        if not self._entered:
+            raise PoolClosed("the pool is not running; use it inside `async with SandboxPool(...)`")
+        if self._state.closing:
+            raise PoolClosed("the pool is closed")
+
+    def _parse_generation(self, generation: str) -> int:
+        instance, _, number = generation.rpartition("-")
+        if not instance or not number.isdecimal() or len(number) > 18:
+            raise InvalidCall(f"generation {generation[:40]!r} must be one that a result or a session told")
+        if instance != self._shop.instance:
+            raise StateLost(
+                f"generation {generation[:40]} belongs to an earlier start of the pool; its sandbox is gone"
+            )
+        return int(number)
+
+    async def _find_engine(self) -> tuple[Engine, EngineInfo]:
+        return await find_engine(self.settings.sandbox.binary)
+
+
+def policy_of(settings: Settings) -> Policy:
+    """The operator's configuration as the core judges by it."""
+    pool = settings.pool
+    return Policy(
+        min_standby=pool.min_standby,
+        max_sandboxes=pool.max_sandboxes,
+        max_starting=pool.max_starting,
+        max_waiters=pool.max_waiters,
+        max_cold=pool.max_cold,
+        max_cold_waiters=pool.max_cold_waiters,
+        max_sessions_per_agent=pool.max_sessions_per_agent,
+        max_calls=pool.max_calls,
+        idle_timeout=pool.idle_timeout,
+        standby_max_age=pool.standby_max_age,
+        max_lifetime=pool.max_lifetime,
+        reclaim_idle_after=pool.reclaim_idle_after,
+        restart_limit=pool.restart_limit,
+        restart_window=pool.restart_window,
+    )
+
+
+def _key_part(name: str, value: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidCall(f"{name} must be a non-empty string")
+    if len(value) > MAX_KEY:
+        raise InvalidCall(f"{name} has {len(value)} characters; at most {MAX_KEY} are taken")
+    return value
+
+
+def _timeout(value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise InvalidCall(f"timeout must be above 0 seconds; it is {value!r}")
+    return float(value)

@@ -1,0 +1,42 @@
+"""Refusals of the pure core as errors, and errors of the executor as faults that the core understands."""
+
+from __future__ import annotations
+
+from executor import result
+from executor.result import DeathCause, EmberpoolError
+from pool.events import Fault, Refusal, RefusalKind
+
+_ERRORS: dict[RefusalKind, type[EmberpoolError]] = {
+    RefusalKind.ENGINE_UNAVAILABLE: result.EngineUnavailable,
+    RefusalKind.IMAGE_MISSING: result.ImageMissing,
+    RefusalKind.PROFILE_MISMATCH: result.ProfileMismatch,
+    RefusalKind.POOL_EXHAUSTED: result.PoolExhausted,
+    RefusalKind.QUOTA_EXCEEDED: result.QuotaExceeded,
+    RefusalKind.SESSION_BUSY: result.SessionBusy,
+    RefusalKind.STATE_LOST: result.StateLost,
+    RefusalKind.SESSION_CLOSED: result.SessionClosed,
+    RefusalKind.POOL_CLOSED: result.PoolClosed,
+    RefusalKind.POOL_UNUSABLE: result.PoolUnusable,
+}
+_CAUSES: dict[str, DeathCause] = {
+    "oom": "oom", "killed": "killed", "runner": "runner", "protocol": "protocol", "drained": "drained", "engine": "engine",
+}  # fmt: skip
+
+
+def error_of(refusal: Refusal) -> EmberpoolError:
+    """The error that a waiter gets for a refusal."""
+    if refusal.kind is RefusalKind.SANDBOX_DIED:
+        cause = _CAUSES.get(refusal.cause, "unknown")
+        return result.SandboxDied(
+            refusal.message, cause=cause, retry_after=refusal.retry_after, started=refusal.started
+        )
+    kind = _ERRORS[refusal.kind]
+    return kind(refusal.message, retry_after=refusal.retry_after, started=refusal.started)
+
+
+def fault_of(error: EmberpoolError) -> Fault:
+    """Why sandboxes cannot be had, after a start or a connection failed with ``error``."""
+    for kind in (RefusalKind.IMAGE_MISSING, RefusalKind.PROFILE_MISMATCH, RefusalKind.POOL_UNUSABLE):
+        if isinstance(error, _ERRORS[kind]):
+            return Fault(kind, str(error))
+    return Fault(RefusalKind.ENGINE_UNAVAILABLE, str(error))

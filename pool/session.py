@@ -1,0 +1,78 @@
+"""The caller's handle on one agent session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from executor.result import CallResult, SessionClosed
+from pool.events import SessionKey
+
+if TYPE_CHECKING:
+    from pool.pool import SandboxPool
+
+
+class Session:
+    """What ``SandboxPool.acquire`` returns; any number of handles may be attached to one session.
+
+    ``id`` is the session's only name in logs, labels and containers. Leaving an ``async with`` block releases the handle;
+    the session itself lives on until it idles out or somebody closes it.
+    """
+
+    def __init__(self, pool: SandboxPool, key: SessionKey, epoch: int, session_id: str) -> None:
+        self.id = session_id
+        self._pool, self._key, self._epoch = pool, key, epoch
+        self._released = False
+
+    def __repr__(self) -> str:
+        return f"<Session {self.id} generation={self.generation!r}{' released' if self._released else ''}>"
+
+    @property
+    def generation(self) -> str | None:
+        """Which sandbox the session has now, ``<instance>-<n>``; ``None`` while it has none. A change means that
+        everything kept in the sandbox (``/tmp``) is gone."""
+        return self._pool.generation(self._key, self._epoch)
+
+    async def call(
+        self,
+        argv: Sequence[str] | None = None,
+        *,
+        code: str | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        max_output: int | None = None,
+        generation: str | None = None,
+    ) -> CallResult:
+        """Run a program (``argv``) or Python source (``code``) in the session's sandbox and return what it did.
+
+        ``timeout`` (seconds, at most and by default ``call.timeout``) counts from this call to its answer, waiting
+        included. ``max_output`` (bytes of each stream, at most and by default ``call.max_output``) is kept; the rest is
+        counted. ``generation`` asks for that very sandbox. Calls of one session run one after another, first come first
+        served. Raises ``InvalidCall``, ``SessionBusy``, ``SandboxDied``, ``StateLost``, ``SessionClosed``, ``PoolClosed``
+        and whatever ``acquire`` raises when the session has to be given a sandbox anew.
+        """
+        if self._released:
+            raise SessionClosed("this handle was released; acquire the session again")
+        call = self._pool.new_call(argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output)
+        return await self._pool.run_call(self._key, self._epoch, call, generation)
+
+    async def release(self) -> None:
+        """Detach this handle; the session and its sandbox stay. Twice is harmless."""
+        if not self._released:
+            self._released = True
+            self._pool.detach(self._key, self._epoch)
+
+    async def close(self) -> None:
+        """End the session for all its handles: its sandbox is destroyed, its running call ends with ``SessionClosed``."""
+        self._released = True
+        self._pool.end(self._key, self._epoch)
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.release()

@@ -1,0 +1,223 @@
+"""Makes and unmakes the containers that the core asks for, with the ledger entry, the staging directory and the uid that
+belong to each. Decides nothing: every outcome goes back to whoever asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import time
+from dataclasses import asdict, dataclass, replace
+
+import structlog
+
+from executor.call import Call
+from executor.cold import ColdSpec, cold_call
+from executor.engine import ContainerGone, Engine, EngineInfo, ImageInfo
+from executor.profile import (
+    LABEL_CONFIG,
+    LABEL_INSTANCE,
+    LABEL_KIND,
+    LABEL_POOL,
+    ContainerKind,
+    ContainerProfile,
+    Identity,
+    Limits,
+)
+from executor.result import CallResult, EngineUnavailable
+from executor.sandbox import Sandbox, SandboxSpec, start_sandbox
+from executor.watch import EventHub
+from pool.config import Settings
+from pool.ledger import Entry, EntryState, StateDirectory
+from pool.users import UserPolicy
+
+log = structlog.get_logger("emberpool.pool")
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """A reachable engine with the configured image on it, and what is fixed for every container made over it."""
+
+    engine: Engine
+    info: EngineInfo
+    image: ImageInfo
+    profile: ContainerProfile
+    config_hash: str
+
+
+def shared_profile(settings: Settings, info: EngineInfo, pool_id: str) -> ContainerProfile:
+    """The one profile that every container of a pool is made from; only its user differs from container to container."""
+    box = settings.sandbox
+    parent = {"cgroupfs": f"/emberpool-{pool_id}", "systemd": f"emberpool-{pool_id}.slice"}
+    return ContainerProfile(
+        network=box.network,
+        limits=Limits(
+            cpu_seconds=box.cpu_seconds,
+            memory_mb=box.memory_mb,
+            open_files=box.open_files,
+            file_size_mb=box.file_size_mb,
+        ),
+        pids=box.pids,
+        tmpfs_mb=box.tmpfs_mb,
+        mounts=tuple(box.mounts),
+        cpus=box.cpus,
+        runtime=box.runtime,
+        seccomp=box.seccomp,
+        cgroup_parent="" if info.rootless else parent.get(info.cgroup_driver, ""),
+    )
+
+
+def connection(settings: Settings, engine: Engine, info: EngineInfo, image: ImageInfo, pool_id: str) -> Connection:
+    """Everything fixed at create time, and a hash of it: two containers of one hash are interchangeable."""
+    profile = shared_profile(settings, info, pool_id)
+    facts = {"profile": asdict(profile), "image": image.id, "user": settings.sandbox.user}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return Connection(engine, info, image, profile, digest)
+
+
+class Workshop:
+    """All containers of one pool instance. ``instance`` is random for each start of a pool."""
+
+    def __init__(self, settings: Settings, state: StateDirectory, hub: EventHub) -> None:
+        self.instance = secrets.token_hex(4)
+        self.connection: Connection | None = None
+        self.sandboxes: dict[int, Sandbox] = {}
+        self._settings, self._state, self._hub = settings, state, hub
+        self._users: dict[str, str] = {}
+        self._colds = 0
+        self._offset = secrets.randbelow(settings.sandbox.uid_range.count)
+        self._user_policy = UserPolicy(
+            settings.sandbox.user, settings.sandbox.uid_range, tuple(settings.sandbox.mounts)
+        )
+        self._python: dict[str, bool] = {}
+
+    def name(self, n: int) -> str:
+        """The name of the container of sandbox ``n``."""
+        return f"emberpool-{self._state.pool_id}-{self.instance}-{n}"
+
+    def number(self, name: str) -> int | None:
+        """The ``n`` of a sandbox's name; ``None`` for any other container's."""
+        prefix, _, n = name.rpartition("-")
+        return int(n) if n.isdigit() and self.name(0).startswith(f"{prefix}-") else None
+
+    @property
+    def names(self) -> set[str]:
+        """The containers that this instance is making, using or unmaking."""
+        return set(self._users)
+
+    def _require(self) -> Connection:
+        if self.connection is None:
+            raise EngineUnavailable("the engine is not connected", retry_after=1.0)
+        return self.connection
+
+    def _identity(self, name: str, kind: ContainerKind, config_hash: str) -> Identity:
+        labels = {
+            LABEL_POOL: self._state.pool_id,
+            LABEL_INSTANCE: self.instance,
+            LABEL_CONFIG: config_hash,
+            LABEL_KIND: kind,
+        }
+        return Identity(name=name, labels=labels)
+
+    def _enter(self, name: str, state: EntryState, image: ImageInfo) -> str:
+        """Choose the calls' user of a container and put the container into the ledger, before its start."""
+        user = self._user_policy.calls_user(image, self._users.values(), offset=self._offset)
+        self._offset += 1
+        self._users[name] = user
+        try:
+            self._state.enter(Entry(name, state, user=user, created=time.time()))
+        except BaseException:
+            self._users.pop(name, None)
+            raise
+        return user
+
+    def enter(self, n: int) -> None:
+        """Put sandbox ``n`` into the ledger, before its start. Raises ``PoolUnusable`` or ``ProfileMismatch``."""
+        self._enter(self.name(n), "standby", self._require().image)
+
+    def bind(self, n: int) -> None:
+        """Note in the ledger that sandbox ``n`` has a session, before the session has it. Raises ``PoolUnusable``."""
+        self._state.bind(self.name(n))
+
+    async def start(self, n: int) -> Sandbox:
+        """Start and verify sandbox ``n``. On any error the container may exist, and its entry stands: ``stop`` it."""
+        link, name = self._require(), self.name(n)
+        user = self._users[name]
+        place, nonce = self._state.stage(name)
+        call, pool = self._settings.call, self._settings.pool
+        spec = SandboxSpec(
+            identity=self._identity(name, "sandbox", link.config_hash),
+            profile=replace(link.profile, user=self._user_policy.keeper),
+            image=link.image,
+            user=user,
+            staging=str(place),
+            nonce=nonce,
+            lifetime=pool.standby_max_age + pool.max_lifetime + call.timeout + call.grace,
+        )
+        box = await start_sandbox(link.engine, self._hub, spec, python=self._python.get(link.image.id))
+        self._python[link.image.id] = box.python
+        self._state.enter(Entry(name, "standby", container=box.container, user=user, created=time.time()))
+        self.sandboxes[n] = box
+        return box
+
+    async def stop(self, n: int) -> None:
+        """Remove sandbox ``n``, and everything of it once the container is confirmed absent. Raises the engine's error."""
+        name = self.name(n)
+        await self._require().engine.remove(name)
+        self._forget(name)
+        self.sandboxes.pop(n, None)
+
+    def _forget(self, name: str) -> None:
+        self._hub.forget(name)
+        self._state.drop(name)
+        self._users.pop(name, None)
+
+    async def cold(self, call: Call) -> CallResult:
+        """Run one call in a disposable container of its own."""
+        link = self._require()
+        self._colds += 1
+        name = f"emberpool-{self._state.pool_id}-{self.instance}-c{self._colds}"
+        user = self._enter(name, "cold", link.image)
+        watch = self._hub.watch(name)
+        spec = ColdSpec(
+            identity=self._identity(name, "cold", link.config_hash),
+            profile=replace(link.profile, user=user),
+            image=link.image,
+            python=self._python.get(link.image.id, True),
+        )
+        try:
+            return await cold_call(link.engine, self._hub, spec, call)
+        finally:
+            # Where its absence is not confirmed the entry stays, and the next resync removes the container.
+            self._users.pop(name, None)
+            if watch.destroyed.is_set():
+                self._state.drop(name)
+
+    async def sweep(self) -> int:
+        """Remove every container of the ledger that this instance does not use; how many there were.
+
+        An entry that knows its container's full ID removes only that; one that does not (its start was cut off) removes
+        the container of its name if that carries this pool's label. Nothing else is touched, however it is labelled.
+        """
+        engine, swept = self._require().engine, 0
+        for entry in self._state.entries():
+            if entry.name in self._users:
+                continue
+            try:
+                facts = await engine.inspect(entry.name)
+            except ContainerGone:
+                facts = None
+            if facts is not None:
+                labels = (facts.get("Config") or {}).get("Labels") or {}
+                ours = (
+                    facts.get("Id") == entry.container
+                    if entry.container
+                    else labels.get(LABEL_POOL) == self._state.pool_id
+                )
+                if ours:
+                    await engine.remove(entry.name)
+                else:
+                    log.warning("pool.foreign_container", sandbox=entry.name, pool=self._state.pool_id)
+            self._state.drop(entry.name)
+            swept += 1
+        return swept

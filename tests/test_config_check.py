@@ -1,0 +1,203 @@
+"""``emberpool config check``: the settings against the host, the command, and the documentation that describes both."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from pool.cli_config import config_app, host_memory
+from pool.config import Settings, check_host, load
+from pool.config_models import SECTIONS, known_keys
+
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+EXAMPLE = DOCS.parent / "emberpool.example.toml"
+GIB = 1024**3
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str) -> Path:
+        path = tmp_path / "emberpool.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("EMBERPOOL_"):
+            monkeypatch.delenv(name)
+
+
+# --- the host
+def test_memory_that_the_host_does_not_have_is_refused_unless_overcommit() -> None:
+    settings = Settings(pool={"max_sandboxes": 6, "max_cold": 2}, sandbox={"memory_mb": 1024})
+    assert check_host(settings, 8 * GIB) == []
+    (line,) = check_host(settings, 8 * GIB - 1)
+    assert line.startswith("sandbox.memory_mb: (pool.max_sandboxes 6 + pool.max_cold 2) x 1024 MiB is 8,192 MiB")
+    assert "pool.overcommit = true" in line
+    relaxed = Settings(pool={"max_sandboxes": 6, "max_cold": 2, "overcommit": True}, sandbox={"memory_mb": 1024})
+    assert check_host(relaxed, 1) == []
+
+
+def test_mount_source_has_to_exist(tmp_path: Path) -> None:
+    settings = Settings(sandbox={"mounts": [f"{tmp_path}:/ok:ro", f"{tmp_path}/none:/data:ro"]})
+    (line,) = check_host(settings, 64 * GIB)
+    assert line.startswith(f"sandbox.mounts[1]: its source {tmp_path}/none cannot be used: No such file")
+
+
+def test_writable_mount_that_belongs_to_root_is_refused_naming_the_chown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def owned_by(uid: int) -> None:
+        stat = os.stat_result((0o40755, 1, 1, 1, uid, uid, 0, 0, 0, 0))
+        monkeypatch.setattr(Path, "stat", lambda _self, **_: stat)
+
+    def found(user: str, spec: str) -> list[str]:
+        return check_host(Settings(sandbox={"user": user, "mounts": [spec]}), 64 * GIB)
+
+    owned_by(0)
+    (line,) = found("auto", f"{tmp_path}:/data")
+    assert f"chown 1000:1000 {tmp_path}" in line
+    assert found("auto", f"{tmp_path}:/data:rw,z") == [line]
+    assert found("auto", f"{tmp_path}:/data:z,ro") == []
+    assert found("1000:1000", f"{tmp_path}:/data") == []
+    owned_by(1000)
+    assert found("auto", f"{tmp_path}:/data") == []
+
+
+def test_seccomp_profile_and_binary_have_to_exist(tmp_path: Path) -> None:
+    profile = tmp_path / "seccomp.json"
+    settings = Settings(sandbox={"seccomp": str(profile), "binary": "no-such-engine"})
+    assert check_host(settings, 64 * GIB) == [
+        f"sandbox.seccomp: there is no file {profile} on this host",
+        "sandbox.binary: there is no command no-such-engine on this host",
+    ]
+    profile.write_text("{}")
+    assert check_host(Settings(sandbox={"seccomp": str(profile), "binary": "sh"}), 64 * GIB) == []
+
+
+def test_host_memory_is_bytes() -> None:
+    assert host_memory() > 64 * 1024**2
+
+
+# --- the command
+@pytest.fixture
+def _plenty_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pool.cli_config.host_memory", lambda: 64 * GIB)
+
+
+@pytest.mark.usefixtures("_plenty_of_memory")
+def test_check_prints_ok_and_the_effective_settings(write: Write) -> None:
+    path = write('[pool]\nmax_sandboxes = 4\nreclaim_idle_after = "off"\n')
+    result = CliRunner().invoke(config_app, ["check", str(path)], env={"EMBERPOOL_CALL__TIMEOUT": "90s"})
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[0] == ["ok"]
+    assert ["pool.max_sandboxes", "4", "file"] in lines
+    assert ["pool.reclaim_idle_after", '"off"', "file"] in lines
+    assert ["call.timeout", '"90s"', "environment"] in lines
+    assert ["call.max_output", '"1MiB"', "default"] in lines
+    assert ["sandbox.uid_range", '"1879048192:65536"', "default"] in lines
+
+
+@pytest.mark.usefixtures("_plenty_of_memory")
+def test_what_check_prints_is_a_configuration_that_means_the_same(write: Write) -> None:
+    mounts = ["/:/[bold]:ro", f"/:/{'long ' * 60}:ro"]
+    result = CliRunner().invoke(config_app, ["check", str(write(f"[sandbox]\nmounts = {json.dumps(mounts)}\n"))])
+    rows = re.findall(r"^ *(\w+)\.(\w+) +(.*?) +(?:default|file)\s*$", result.stdout, re.MULTILINE)
+    printed: dict[str, dict[str, Any]] = {}
+    for section, key, value in rows:
+        printed.setdefault(section, {})[key] = tomllib.loads(f"v = {value}")["v"]
+    assert Settings(**printed) == Settings(sandbox={"mounts": mounts})
+    assert sum(len(keys) for keys in printed.values()) == sum(len(keys) for keys in known_keys().values())
+
+
+@pytest.mark.usefixtures("_plenty_of_memory")
+def test_check_json_is_one_object_in_seconds_and_bytes(write: Write) -> None:
+    result = CliRunner().invoke(config_app, ["check", str(write('[pool]\nidle_timeout = "5m"\n')), "--json"])
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    assert answer["ok"] is True
+    assert answer["settings"]["pool"]["idle_timeout"] == 300.0
+    assert answer["settings"]["sandbox"]["uid_range"] == "1879048192:65536"
+    assert answer["origins"]["pool.idle_timeout"] == "file"
+
+
+def test_check_prints_problems_one_a_line_on_stderr_and_ends_with_1(write: Write) -> None:
+    result = CliRunner().invoke(config_app, ["check", str(write("[pool]\nmin_standby = 9\nmax_starting = 9\n"))])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert [line.split(":")[0] for line in result.stderr.splitlines()] == ["pool.min_standby", "pool.max_starting"]
+
+
+def test_check_asks_the_host_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pool.cli_config.host_memory", lambda: GIB)
+    path = write("")
+    result = CliRunner().invoke(config_app, ["check", str(path)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("sandbox.memory_mb: ")
+    as_json = CliRunner().invoke(config_app, ["check", str(path), "--json"])
+    assert as_json.exit_code == 1
+    assert json.loads(as_json.stdout) == {"ok": False, "problems": result.stderr.splitlines()}
+
+
+# --- the documentation
+def documented() -> dict[str, dict[str, str]]:
+    """The keys of each section's table in docs/configuration.md, with the default that stands there."""
+    found: dict[str, dict[str, str]] = {}
+    section = ""
+    for line in DOCS.read_text(encoding="utf-8").splitlines():
+        if heading := re.match(r"## (?:`\[(\w+)\]`)?", line):
+            section = heading[1] or ""
+        elif section and (row := re.match(r"\| `(\w+)` \| (.*?) \| .+ \| .+ \|$", line)):
+            found.setdefault(section, {})[row[1]] = row[2].strip("`")
+    return found
+
+
+def test_documentation_has_every_key_in_order_and_no_other() -> None:
+    assert {section: tuple(keys) for section, keys in documented().items()} == dict(known_keys())
+
+
+def test_documented_defaults_are_the_defaults() -> None:
+    written = documented()
+    assert written["pool"].pop("state_dir") == "by user"
+    given_back = {
+        section: {key: tomllib.loads(f"v = {text}")["v"] for key, text in keys.items()}
+        for section, keys in written.items()
+    }
+    assert Settings(**given_back) == Settings()
+
+
+def test_example_file_is_valid_has_every_key_and_says_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)  # its state_dir is root's
+    loaded = load(EXAMPLE, {})
+    assert set(loaded.origins.values()) == {"file"}
+    assert loaded.settings == Settings()
+
+
+def test_documented_problems_are_what_the_command_prints(write: Write) -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    blocks = re.search(
+        r"\$ cat broken\.toml\n(.*?)    \$ emberpool config check broken\.toml\n(.*?)\n\n", text, re.DOTALL
+    )
+    assert blocks is not None
+    config, expected = (re.sub(r"^    ", "", block, flags=re.MULTILINE) for block in blocks.groups())
+    result = CliRunner().invoke(config_app, ["check", str(write(config))])
+    assert result.stderr.splitlines() == expected.splitlines()
+
+
+def test_every_section_is_a_section_of_settings() -> None:
+    assert {name: field.annotation for name, field in Settings.model_fields.items()} == dict(SECTIONS)
