@@ -216,6 +216,7 @@ class CommandLineEngine:
         """Pull an image within ``timeout`` seconds, its first line within ``answer``; ``seen`` gets each line."""
         doing, errors = f"pulling image {reference[:200]}", process.Capped(65_536)
         code: int | None = None
+        patience = anyio.CancelScope()
         with anyio.move_on_after(timeout):
             async with process.client([*self.endpoint.argv, "pull", "--", reference], self._env) as client:
                 channel = process.ClientChannel(client)
@@ -224,7 +225,8 @@ class CommandLineEngine:
                     assert client.stderr is not None  # noqa: S101 - all three are pipes
                     tasks.start_soon(process.drain, client.stderr, errors)
                     data, rest = b"", b""
-                    with anyio.move_on_after(answer) as patience:
+                    patience.deadline = anyio.current_time() + answer
+                    with patience:
                         data = await channel.receive_stdout()
                     if patience.cancelled_caught:
                         channel.kill()
@@ -235,8 +237,10 @@ class CommandLineEngine:
                         data = await channel.receive_stdout()
                 if not patience.cancelled_caught:
                     code = await client.wait()
+        if patience.cancelled_caught:
+            raise EngineUnavailable(f"{doing}: no answer in time ({answer:g} s) from the registry", retry_after=60.0)
         if code is None:
-            raise EngineUnavailable(f"{doing}: no answer in time from the registry", retry_after=60.0)
+            raise EngineUnavailable(f"{doing}: did not end within {timeout:g} s", retry_after=60.0)
         if code != 0:
             raise classify(bytes(errors.kept), code, doing)
 

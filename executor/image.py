@@ -57,6 +57,11 @@ async def ensure_image(
     return await engine.image(reference)
 
 
+def may_build() -> bool:
+    """Whether an image can be built here from the distribution's packages."""
+    return release().is_debian and is_root()
+
+
 async def _present(engine: CommandLineEngine, reference: str) -> ImageInfo | None:
     try:
         return await engine.image(reference)
@@ -78,7 +83,7 @@ async def _make_default(engine: CommandLineEngine, report: Report, *, rebuild: b
     except EmberpoolError as error:
         why = str(error)
         log.debug("image.no_pull", image=PUBLIC_IMAGE, error=why)
-    if not (release().is_debian and is_root()):
+    if not may_build():
         raise ImageMissing(
             f"{PUBLIC_IMAGE} could not be pulled ({why}), and an image is built from packages only on Debian or Ubuntu "
             "as root. Next step: bring any image with Python 3.8 or later to this engine (`docker save`, "

@@ -13,7 +13,6 @@ from executor.debian import Report, install, system_environment
 from executor.docker import CommandLineEngine, Endpoint
 from executor.engine import EngineInfo
 from executor.leftovers import sweep_containerd
-from executor.locks import private_directory
 from executor.paths import EnginePaths
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable
 
@@ -63,8 +62,6 @@ async def _disable(units: frozenset[str]) -> None:
 
 async def start(dockerd: str, paths: EnginePaths) -> EngineInfo:
     """Start the daemon and return what it says of itself. Raises ``EngineFailed`` with the end of its log."""
-    for directory in (paths.root, paths.run):
-        private_directory(directory)
     paths.config_file.write_text("{}\n")
     # What a SIGKILLed daemon leaves: it refuses to start over a pid file whose pid lives again as something else, and
     # waits for a containerd that it did not start.

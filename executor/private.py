@@ -21,7 +21,7 @@ from executor.docker import CommandLineEngine, Endpoint
 from executor.engine import EngineInfo
 from executor.launch import STOP_GRACE, ensure_dockerd, private_endpoint, start
 from executor.locate import find_engine
-from executor.locks import exclusive, holders, try_lock
+from executor.locks import exclusive, holders, private_directory, try_lock
 from executor.paths import EnginePaths, engine_home, engine_paths
 from executor.result import EmberpoolError, EngineUnavailable
 
@@ -213,6 +213,8 @@ def _check_host(error: EngineUnavailable, paths: EnginePaths) -> None:
 
 
 def _locked(paths: EnginePaths) -> AbstractAsyncContextManager[None]:
+    for directory in (paths.root, paths.run):
+        private_directory(directory)
     return exclusive(paths.lock_file, timeout=_LOCK_TIMEOUT, doing="starting or stopping the private engine")
 
 

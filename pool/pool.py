@@ -18,6 +18,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from executor.call import Call
+from executor.cgroups import remove_parent
 from executor.engine import Engine, EngineInfo
 from executor.locate import find_engine
 from executor.result import CallResult, EmberpoolError, InvalidCall, PoolClosed, PoolUnusable, SandboxDied, StateLost
@@ -107,6 +108,8 @@ class SandboxPool:
                 self._log.error(
                     "pool.left_behind", containers=left, hint="the next start with this state_dir removes them"
                 )
+            if not left and self._shop.connection is not None:
+                remove_parent(self._shop.connection.profile.cgroup_parent)
             self._directory.close()
             self._log.info("pool.closed")
         return None

@@ -352,6 +352,22 @@ def test_under_pressure_the_longest_idle_session_gives_way() -> None:
     assert core.now == 5.0
 
 
+def test_a_reclaimed_session_that_nobody_holds_is_forgotten_in_the_same_step() -> None:
+    core = Core(replace(BARE, max_sandboxes=1, reclaim_idle_after=5.0))
+    grant = core.granted("a")
+    core.feed(ev.HandleReleased(A, grant.epoch))
+    core.acquire("b")
+    assert core.wake() == [ev.StopSandbox(1, "reclaimed"), ev.SessionForgotten(A, grant.epoch, "unused")]
+
+
+def test_a_dead_session_that_nobody_used_for_idle_timeout_is_not_restarted_any_more() -> None:
+    core = Core(replace(BARE, max_sandboxes=1, idle_timeout=10.0, reclaim_idle_after=None))
+    grant = core.granted("a")
+    core.feed(ev.SandboxDied(grant.n, "oom"))
+    core.feed(ev.Tick(), after=10.0)
+    assert core.stop_all() == []
+
+
 def test_a_shrunken_pool_keeps_its_bound_sandboxes_and_starts_nothing_until_it_fits() -> None:
     core = Core(BARE)
     core.granted("a")

@@ -1,0 +1,34 @@
+"""The command ``emberpool``: puts the sub-commands together and turns every refusal into one line and exit status 1."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pool import logs
+from pool.cli_config import config_app
+from pool.cli_engine import engine_app, image_app
+
+app = typer.Typer(no_args_is_help=True, help="A warm pool of hardened containers for tool code that nobody should trust.")
+app.add_typer(config_app, name="config")
+app.add_typer(engine_app, name="engine")
+app.add_typer(image_app, name="image")
+
+
+@app.callback()
+def _options(
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = "warning",
+) -> None:
+    try:
+        logs.configure(log_level)
+    except KeyError:
+        raise typer.BadParameter(f"{log_level!r} is none of debug, info, warning, error") from None
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

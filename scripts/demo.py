@@ -1,0 +1,137 @@
+"""The main job, shown: untrusted code in warm hardened containers; cold beside warm; a crash healed; a refusal."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+from rich.console import Console
+from rich.table import Table
+
+from executor.result import CallResult, EmberpoolError
+from pool import logs
+from pool.config import Settings
+from pool.pool import SandboxPool
+from pool.session import Session
+
+out = Console(highlight=False)
+
+WHO = "import os; print('uid', os.getuid(), 'sees', len([p for p in os.listdir('/proc') if p.isdigit()]), 'processes')"
+HOSTILE = {
+    "write to the root filesystem": "open('/etc/passwd', 'a')",
+    "reach the network": "import socket; socket.create_connection(('192.0.2.1', 80), 2)",
+    "kill PID 1": "import os; os.kill(1, 9)",
+    "become root": "import os; os.setuid(0)",
+    "run a dropped binary": "import os; open('/tmp/x','w').write('#!/bin/sh\\n'); os.chmod('/tmp/x',0o755); os.execv('/tmp/x',['x'])",
+    "take all memory": "x = [bytearray(10**7) for _ in range(10**6)]",
+}
+
+
+def last_line(result: CallResult) -> str:
+    if result.oom_killed:
+        return "killed by its memory limit"
+    text = (result.stderr or result.stdout).decode("utf-8", "replace").strip()
+    return text.rpartition("\n")[2][:90] or f"exit status {result.exit_code}"
+
+
+async def timed(make: Callable[[], Awaitable[CallResult]]) -> float:
+    began = anyio.current_time()
+    result = await make()
+    if result.stdout != b"1\n":
+        raise SystemExit(f"a timed call failed: {result}")
+    return (anyio.current_time() - began) * 1000
+
+
+async def sessions(pool: SandboxPool) -> Session:
+    out.rule("agent sessions, one hardened container each")
+    first = await pool.acquire("researcher", "chat-42")
+    second = await pool.acquire("researcher", "chat-43")
+    for session in (first, second):
+        result = await session.call(code=WHO)
+        out.print(f"session {session.id} in {result.generation}: {result.stdout.decode().strip()}")
+    await first.call(["sh", "-c", "echo kept > /tmp/note"])
+    mine, theirs = await first.call(["cat", "/tmp/note"]), await second.call(["cat", "/tmp/note"])
+    out.print(f"what the first wrote to /tmp, it reads again: {mine.stdout.decode().strip()!r}; the second: {last_line(theirs)}")
+    await second.close()
+    return first
+
+
+async def hostile(pool: SandboxPool) -> None:
+    out.rule("hostile code")
+    session = await pool.acquire("mallory", "chat-1")
+    for what, code in HOSTILE.items():
+        out.print(f"{what}: {last_line(await session.call(code=code))}")
+    await session.close()
+
+
+async def latency(pool: SandboxPool, session: Session, rounds: int) -> None:
+    out.rule("cold beside warm")
+    cold: list[float] = []
+    warm: list[float] = []
+    for _ in range(rounds):
+        cold.append(await timed(lambda: pool.call_cold(code="print(1)")))
+        warm.append(await timed(lambda: session.call(code="print(1)")))
+    table = Table("one Python call", "median", "slowest")
+    for name, values in (("cold: a container of its own", cold), ("warm: docker exec in the session's", warm)):
+        table.add_row(name, f"{statistics.median(values):.0f} ms", f"{max(values):.0f} ms")
+    out.print(table)
+    out.print(f"warm is {statistics.median(cold) / statistics.median(warm):.1f} times faster at the median of {rounds}")
+
+
+async def crash(session: Session) -> None:
+    out.rule("a crash, healed")
+    before = session.generation
+    result = await session.call(["sleep", "60"], timeout=1.0)
+    out.print(f"a call past its deadline: timed_out={result.timed_out}; it takes its sandbox {result.generation} with it")
+    result = await session.call(code="print('hello again')")
+    out.print(f"the same session's next call: {result.stdout.decode().strip()!r} in {result.generation} (was {before})")
+
+
+async def refusal() -> None:
+    out.rule("a refusal, never a weaker place")
+    with tempfile.TemporaryDirectory(prefix="emberpool-demo-") as directory:
+        settings = Settings(
+            sandbox={"image": "localhost/no-such-image:1"}, pool={"state_dir": str(Path(directory) / "state")}
+        )
+        async with SandboxPool(settings) as pool:
+            try:
+                await pool.acquire("researcher", "chat-44")
+                raise SystemExit("a session was granted without an image; this must never happen")
+            except EmberpoolError as error:
+                out.print(f"{type(error).__name__}: {error}")
+
+
+async def demo(rounds: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="emberpool-demo-") as directory:
+        settings = Settings(pool={"state_dir": str(Path(directory) / "state"), "name": "demo"})
+        async with SandboxPool(settings) as pool:
+            session = await sessions(pool)
+            await hostile(pool)
+            await latency(pool, session, rounds)
+            await crash(session)
+            await session.release()
+    await refusal()
+    out.rule("nothing is left: the pool is closed and its containers are gone")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10, help="calls of each kind to time (default 10)")
+    parser.add_argument("--log-level", default="error", help="show the pool's own log from this level on (default error)")
+    options = parser.parse_args()
+    logs.configure(options.log_level)
+    try:
+        anyio.run(demo, max(1, options.rounds))
+    except EmberpoolError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the pool was closed and its containers removed")
+
+
+if __name__ == "__main__":
+    main()
