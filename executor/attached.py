@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import anyio
@@ -13,6 +13,8 @@ from executor.process import Capped
 
 QUIET = 0.25
 """Seconds without a byte after which the streams of an exec that has ended are taken to be held open by somebody else."""
+LINGER = 10.0
+"""Seconds after which streams that are held open are given up although bytes still come."""
 STDIN_CHUNK = 65_536
 
 _Receive = Callable[[], Awaitable[bytes]]
@@ -27,11 +29,7 @@ class Attached:
     stderr: Capped
     ended_by: Literal["client", "deadline", "over", "death"] = "deadline"
     code: int | None = None
-    began: float = field(default_factory=anyio.current_time)
-
-    @property
-    def duration(self) -> float:
-        return anyio.current_time() - self.began
+    duration: float = 0.0
 
 
 async def run_attached(
@@ -48,15 +46,16 @@ async def run_attached(
 
     ``over`` is set when the process inside has ended, ``died`` when its container has.
     """
-    end = Attached(Capped(max_output), Capped(max_output))
+    end, began = Attached(Capped(max_output), Capped(max_output)), anyio.current_time()
     with anyio.move_on_after(timeout):
         async with engine.attach(args) as channel, anyio.create_task_group() as tasks:
 
             async def finish(how: Literal["over", "death"], event: anyio.Event) -> None:
                 await event.wait()
                 seen = -1
-                while seen != (seen := end.stdout.total + end.stderr.total):
-                    await anyio.sleep(QUIET)
+                with anyio.move_on_after(LINGER):
+                    while seen != (seen := end.stdout.total + end.stderr.total):
+                        await anyio.sleep(QUIET)
                 end.ended_by = how
                 tasks.cancel_scope.cancel()
 
@@ -72,6 +71,7 @@ async def run_attached(
             tasks.start_soon(finish, "death", died)
             tasks.start_soon(_feed, channel, stdin)
             tasks.start_soon(read)
+    end.duration = anyio.current_time() - began
     return end
 
 

@@ -11,7 +11,7 @@ import re
 import secrets
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,7 +24,14 @@ from executor.result import InvalidCall
 MAX_ARGUMENT = 131_071
 """Bytes that Linux allows in one argument or environment entry (MAX_ARG_STRLEN less its NUL)."""
 MAX_ARGUMENTS = 1_048_576
-"""Bytes that all arguments and the environment may have together: half of what an 8 MiB stack limit allows."""
+"""Bytes that all arguments may have, and the environment as much again, each entry with its NUL and its pointer: together
+what an 8 MiB stack limit allows."""
+_ENTRY = 9
+"""Bytes of an entry besides its text: a NUL and a pointer."""
+MAX_ENV_LINE = 65_535
+"""Bytes of a line that engine clients read in an ``--env-file``."""
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Where engines look for programs in an image that sets no PATH."""
 
 _ENV_KEY = re.compile(r"[^=\0]+\Z")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -61,6 +68,8 @@ class Call:
     max_input: int = 33_554_432
 
     def __post_init__(self) -> None:
+        if not isinstance(self.argv, (tuple, list)):
+            raise InvalidCall(f"argv must be a list of strings, not {type(self.argv).__name__}")
         if bool(self.argv) == (self.code is not None):
             raise InvalidCall("give either argv (a non-empty list: the program and its arguments) or code, not both")
         if not isinstance(self.stdin, bytes):
@@ -70,10 +79,10 @@ class Call:
         total = _text_size("code", self.code or "") + len(self.stdin)
         if total > self.max_input:
             raise InvalidCall(f"code and stdin are {total} bytes together; at most {self.max_input} are taken")
-        if not 0 < self.timeout < 1e9:
-            raise InvalidCall(f"timeout must be above 0 seconds; it is {self.timeout}")
-        if self.max_output < 0:
-            raise InvalidCall(f"max_output must be 0 or more bytes; it is {self.max_output}")
+        if not _is_number(self.timeout) or not 0 < self.timeout < 1e9:
+            raise InvalidCall(f"timeout must be above 0 seconds; it is {self.timeout!r:.40}")
+        if not isinstance(self.max_output, int) or not _is_number(self.max_output) or self.max_output < 0:
+            raise InvalidCall(f"max_output must be 0 or more whole bytes; it is {self.max_output!r:.40}")
         _check_env(self.env)
 
     @property
@@ -85,9 +94,15 @@ class Call:
         """What the engine is told to run in an image that has Python: the loader, and a token to know the exec by."""
         return ("python3", "-I", "-B", "-c", LOADER, token)
 
-    def payload(self) -> bytes:
-        """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed."""
-        request: dict[str, Any] = {"env": {**CALL_ENV, **self.env}, "cwd": CALL_ENV["HOME"]}
+    def payload(self, image_env: Iterable[str] = ()) -> bytes:
+        """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed.
+
+        ``image_env`` is what the container's own environment should hold (``KEY=VALUE``). It is told from out here, and what
+        stands in the container is dropped: there, a client's configuration can have added proxies and their passwords.
+        """
+        own = dict(item.split("=", 1) for item in image_env if "=" in item)
+        env = {"PATH": DEFAULT_PATH, **own, **CALL_ENV, **self.env}
+        request: dict[str, Any] = {"env": env, "cwd": CALL_ENV["HOME"]}
         if self.code is None:
             request["argv"] = list(self.argv)
         else:
@@ -96,14 +111,16 @@ class Call:
 
 
 @contextmanager
-def carried(call: Call, *, python: bool) -> Iterator[tuple[tuple[bytes, ...], str]]:
+def carried(
+    call: Call, *, python: bool, image_env: Iterable[str] = ()
+) -> Iterator[tuple[tuple[bytes, ...], str]]:
     """How a call gets inside: what to write to the client's stdin, and the path for ``--env-file`` (``""`` for none).
 
     An image without Python has no loader: its calls are argv only, stdin is the call's own, and the environment goes by a
     private file, since no caller's value may enter the environment of the engine's client.
     """
     if python:
-        yield (call.payload(), call.stdin), ""
+        yield (call.payload(image_env), call.stdin), ""
         return
     if call.code is not None:
         raise InvalidCall("the image has no python3, so it runs argv calls only; configure an image with Python")
@@ -119,7 +136,10 @@ def _env_line(key: str, value: str) -> str:
         raise InvalidCall(
             f"env {key[:40]!r}: the image has no python3, so a name must match {_PLAIN_KEY.pattern} and a value be one line"
         )
-    return f"{key}={value}\n"
+    line = f"{key}={value}"
+    if len(line.encode()) > MAX_ENV_LINE:
+        raise InvalidCall(f"env {key[:40]!r}: the image has no python3, so an entry is at most {MAX_ENV_LINE} bytes")
+    return f"{line}\n"
 
 
 def new_token() -> str:
@@ -136,6 +156,10 @@ def _frame(data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + data
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _text_size(name: str, text: str) -> int:
     if not isinstance(text, str):
         raise InvalidCall(f"{name} must be a string, not {type(text).__name__}")
@@ -149,7 +173,7 @@ def _check_argv(argv: tuple[str, ...]) -> None:
     total = 0
     for index, word in enumerate(argv):
         size = _text_size(f"argv[{index}]", word)
-        total += size + 1
+        total += size + _ENTRY
         if size > MAX_ARGUMENT:
             raise InvalidCall(f"argv[{index}] is {size} bytes; the kernel takes {MAX_ARGUMENT}. Send it on stdin")
     if total > MAX_ARGUMENTS:
@@ -161,12 +185,14 @@ def _check_argv(argv: tuple[str, ...]) -> None:
 
 
 def _check_env(env: Mapping[str, str]) -> None:
+    if not isinstance(env, Mapping):
+        raise InvalidCall(f"env must be a mapping of strings to strings, not {type(env).__name__}")
     total = 0
     for key, value in env.items():
         if not isinstance(key, str) or not _ENV_KEY.match(key):
             raise InvalidCall("env: a name must be a non-empty string without = and NUL")
         size = _text_size("an env name", key) + _text_size(f"env {key[:40]!r}", value) + 1
-        total += size + 1
+        total += size + _ENTRY
         if "\0" in value:
             raise InvalidCall(f"env {key[:40]!r}: the value holds a NUL byte, which no kernel accepts")
         if size > MAX_ARGUMENT:

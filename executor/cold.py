@@ -11,7 +11,7 @@ from executor.attached import Attached, run_attached
 from executor.call import Call, carried, new_token
 from executor.docker import classify
 from executor.engine import Engine, ImageInfo
-from executor.outcome import LIMIT_SIGNAL_CODE, exec_result
+from executor.outcome import KILL_CODE, LIMIT_SIGNAL_CODE, exec_result
 from executor.profile import ContainerProfile, Identity
 from executor.result import CallResult, EmberpoolError, ProfileMismatch, SandboxDied
 from executor.watch import EventHub, Watch
@@ -45,7 +45,7 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
     watch = hub.watch(spec.identity.name)
     argv = call.client_argv(new_token()) if spec.python else call.argv
     try:
-        with carried(call, python=spec.python) as (stdin, env_file):
+        with carried(call, python=spec.python, image_env=(*spec.image.env, *spec.profile.env)) as (stdin, env_file):
             args = spec.profile.run_args(spec.image.id, *argv, identity=spec.identity, env_file=env_file)
             end = await run_attached(
                 engine, args, stdin=stdin, timeout=call.timeout, max_output=call.max_output,
@@ -62,6 +62,8 @@ def _outcome(end: Attached, watch: Watch, spec: ColdSpec) -> CallResult:
     oom = bool(watch.ooms)
     if end.ended_by == "deadline":
         return exec_result(end, timed_out=True, oom=oom)
+    if watch.killed and watch.exit_code == KILL_CODE:
+        raise SandboxDied("the container was killed under the cold call", cause="killed")
     if watch.exit_code is not None and watch.started:
         limits, cpus = spec.profile.limits, max(1.0, spec.profile.cpus or 1.0)
         cpu = limits.cpu_seconds is not None and end.duration * cpus >= limits.cpu_seconds

@@ -25,7 +25,7 @@ Report = Callable[[str], None]
 POLICY = Path("/usr/sbin/policy-rc.d")
 """The program that a package asks before it starts its service; exit status 101 means no."""
 
-_PACKAGES_LOCK = Path("/run/emberpool/packages.lock")
+_PACKAGES_LOCK = Path("/run/emberpool/engine/packages.lock")
 _MARK = "# written by emberpool"
 _DENY = f"#!/bin/sh\n{_MARK} while it installs a package; the file that was here comes back afterwards\nexit 101\n"
 _INSTALL_TIMEOUT, _UPDATE_TIMEOUT = 1800.0, 600.0

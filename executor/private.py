@@ -67,7 +67,10 @@ async def wanted_engine() -> tuple[CommandLineEngine, EngineInfo]:
     """
     if _home():
         engine = CommandLineEngine(private_endpoint(_paths()))
-        return engine, await engine.info()
+        try:
+            return engine, await engine.info()
+        except EngineUnavailable as error:
+            raise EngineUnavailable(f"{error}. `emberpool engine up` starts it", retry_after=2.0) from error
     return await find_engine()
 
 

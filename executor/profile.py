@@ -95,6 +95,8 @@ class ContainerProfile:
     def __post_init__(self) -> None:
         if not _WORD.match(self.network):
             raise ValueError(f"network {self.network[:40]!r} must match {_WORD.pattern}")
+        if self.network == "host" or self.network.startswith(("container:", "ns:")):
+            raise ValueError(f"network {self.network[:40]!r} would share another network namespace; use none")
         for name in ("pids", "tmpfs_mb"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; it is {getattr(self, name)}")
@@ -158,7 +160,7 @@ class ContainerProfile:
         if limits.memory_mb is not None:
             args += ["--memory", f"{limits.memory_mb}m"]
         if self.cpus is not None:
-            args += ["--cpus", f"{self.cpus:g}"]
+            args += ["--cpus", _decimal(self.cpus)]
         if limits.open_files is not None:
             args += ["--ulimit", f"nofile={limits.open_files}"]
         if limits.file_size_mb is not None:
@@ -250,6 +252,11 @@ def _identity_args(identity: Identity | None) -> list[str]:
     for key, value in sorted(identity.labels.items()):
         args += ["--label", f"{key}={value}"]
     return args
+
+
+def _decimal(cpus: float) -> str:
+    """CPUs to the nanosecond that engines count in, without an exponent."""
+    return f"{cpus:.9f}".rstrip("0").rstrip(".")
 
 
 def _has_control(text: str) -> bool:

@@ -54,6 +54,7 @@ class Sandbox:
         self._watch = hub.watch(self.name)
         self._cpu_seconds = spec.profile.limits.cpu_seconds if spec.profile.cpu_limit else None
         self._cpus = spec.profile.cpus or 1.0
+        self._image_env = (*spec.image.env, *spec.profile.env)
 
     def __repr__(self) -> str:
         return f"<Sandbox {self.name} poisoned={self.poisoned!r}>"
@@ -74,7 +75,7 @@ class Sandbox:
             raise self._died(started=False)
         watch, ooms = self._watch.expect(argv), self._watch.ooms
         try:
-            with carried(call, python=self.python) as (stdin, env_file):
+            with carried(call, python=self.python, image_env=self._image_env) as (stdin, env_file):
                 args = exec_args(self.name, argv, user=self.user, env_file=env_file)
                 end = await run_attached(
                     self._engine, args, stdin=stdin, timeout=call.timeout, max_output=call.max_output,
@@ -214,4 +215,9 @@ async def _ask_inside(engine: Engine, hub: EventHub, spec: SandboxSpec, argv: tu
         raise EngineUnavailable(f"a probe of {spec.identity.name} did not answer within {PROBE_TIMEOUT:g} s")
     if end.ended_by == "death":
         raise EngineFailed(f"{spec.identity.name} ended while it was probed (exit status {watch.exit_code})")
+    if end.code and not end.stdout.total:
+        # An engine that was lost meanwhile says nothing of the boundary; a program that is missing does.
+        error = classify(bytes(end.stderr.kept), end.code, f"probing {spec.identity.name}")
+        if isinstance(error, ContainerGone) or not isinstance(error, (EngineFailed, ProfileMismatch)):
+            raise error
     return end

@@ -6,6 +6,7 @@ Flags alone prove nothing (a rootless engine was seen to ignore a limit silently
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -68,7 +69,7 @@ def check_inspect(
     """Compare an engine's record of a container with the profile it was started from, mounts and environment exactly."""
     try:
         return list(_inspect_points(facts, profile, image, staging, labels))
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         return [Finding("inspect", "a record of a known form", repr(error), "unreadable")]
 
 
@@ -96,6 +97,8 @@ def _inspect_points(
         option for option in options if option.startswith("seccomp") and (not profile.seccomp or "unconfined" in option)
     ]
     yield point("security options besides", [], odd)
+    if profile.seccomp:
+        yield point("seccomp profile", True, any(option.startswith("seccomp") for option in options))
     yield point("pids limit", profile.pids, host["PidsLimit"])
     yield point("tmpfs", ["/tmp"], sorted(host.get("Tmpfs") or ()))  # noqa: S108 - the container's own /tmp
     if limits.memory_mb is not None:
@@ -113,7 +116,9 @@ def _inspect_points(
         yield point("ulimit cpu", (limits.cpu_seconds, limits.cpu_seconds + 1), ulimits.get("cpu"))
     for key in ("PidMode", "UTSMode"):
         yield Finding(key, "private", host.get(key), "equal" if host.get(key) in ("", "private", None) else "weaker")
-    yield Finding("IpcMode", "private", host.get("IpcMode"), "weaker" if host.get("IpcMode") == "host" else "equal")
+    # Shareable is what some engines default to: others may be asked to join it, it joins nobody's.
+    ipc = host.get("IpcMode")
+    yield Finding("IpcMode", "private", ipc, "equal" if ipc in ("", "private", "shareable", "none", None) else "weaker")
     yield point("devices", [], list(host.get("Devices") or ()) + list(host.get("DeviceRequests") or ()))
     yield point("volumes from others", [], list(host.get("VolumesFrom") or ()))
     yield point("published ports", {}, dict(host.get("PortBindings") or {}))
@@ -139,10 +144,15 @@ def _inspect_points(
 def mount_facts(profile: ContainerProfile, staging: str) -> Iterator[tuple[str, str, bool]]:
     """(source, target, writable) of every mount that the profile asks for."""
     if staging:
-        yield staging, "/tool", False
+        yield _clean(staging), "/tool", False
     for spec in profile.mounts:
         source, target, *options = spec.split(":")
-        yield source, target, "ro" not in (options[0].split(",") if options else [])
+        yield _clean(source), _clean(target), "ro" not in (options[0].split(",") if options else [])
+
+
+def _clean(path: str) -> str:
+    """A path as engines record it: without doubled or trailing slashes."""
+    return "/" + "/".join(part for part in path.split("/") if part)
 
 
 def _own_env(item: str) -> bool:
@@ -183,10 +193,13 @@ def _inside_points(files: Mapping[str, str], profile: ContainerProfile, user: st
     if seccomp:
         yield point("Seccomp", "2", status.get("Seccomp"))
     if user:
-        uid, gid = user.split(":")
-        yield point("uids inside", [uid] * 4, status["Uid"].split())
-        yield point("gids inside", [gid] * 4, status["Gid"].split())
-    else:
+        uid, _, gid = user.partition(":")
+        if uid.isdecimal():
+            yield point("uids inside", [uid] * 4, status["Uid"].split())
+        if gid.isdecimal():
+            yield point("gids inside", [gid] * 4, status["Gid"].split())
+    if not user.partition(":")[0].isdecimal():
+        # The image's own user, or one that only the image's passwd can tell.
         yield Finding("uid inside", "not 0", status["Uid"], "weaker" if "0" in status["Uid"].split() else "equal")
     mounts = dict(_mount_rows(files["/proc/self/mountinfo"]))
     yield point("root inside", "ro", _mode(mounts.get("/")))
@@ -219,7 +232,7 @@ def _mount_rows(text: str) -> Iterator[tuple[str, frozenset[str]]]:
     for line in text.splitlines():
         left, _, right = line.partition(" - ")
         fields, super_options = left.split(), right.split()[-1]
-        place = fields[4].encode("ascii", "replace").decode("unicode_escape")  # a space is written \\040
+        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])  # a space is written \\040
         options = set(fields[5].split(","))
         # The engine masks a file by mounting its /dev/null over it.
         if fields[3] == "/null":

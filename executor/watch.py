@@ -33,7 +33,7 @@ class Watch:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.created = self.started = False
+        self.created = self.started = self.killed = False
         self.exit_code: int | None = None
         self.ooms = 0
         self.died = anyio.Event()
@@ -58,6 +58,8 @@ class Watch:
             self.started = True
         elif event.action == "oom":
             self.ooms += 1
+        elif event.action == "kill":
+            self.killed = True
         elif event.action == "die":
             self.exit_code = event.exit_code
             self.died.set()

@@ -62,6 +62,8 @@ def check_invariants(state: PoolState, now: float) -> None:
     if state.health.reachable:
         assert not (standing and claims), "somebody waits while a standby is free"
     assert len(standing) <= max(policy.min_standby, claims)
+    live = sum(1 for box in boxes.values() if box.phase is not Phase.STOPPING)
+    assert not standing or live <= policy.max_sandboxes, "standbys go first when the pool shrinks"
     if state.health.reachable and not state.health.failures:
         starting = sum(1 for box in boxes.values() if box.phase is Phase.STARTING)
         wanted = claims + max(0, policy.min_standby - len(standing))

@@ -66,9 +66,7 @@ def test_process_is_known_again_by_its_record(home: Path, sleeper: subprocess.Po
     assert daemon.find_daemon(paths) == started
 
 
-@pytest.mark.parametrize(
-    "change", [{"start_time": 1}, {"boot_id": "another boot"}, {"argv": ["/usr/sbin/dockerd"]}]
-)
+@pytest.mark.parametrize("change", [{"start_time": 1}, {"boot_id": "another boot"}, {"argv": ["/usr/sbin/dockerd"]}])
 async def test_reused_pid_is_not_stopped(
     home: Path, sleeper: subprocess.Popen[bytes], change: dict[str, object]
 ) -> None:
@@ -79,9 +77,7 @@ async def test_reused_pid_is_not_stopped(
     assert sleeper.poll() is None
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"pid": "1", "start_time": 1, "boot_id": "", "argv": []}', "\0"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": "1", "start_time": 1, "boot_id": "", "argv": []}', "\0"])
 def test_damaged_record_names_no_process(home: Path, text: str) -> None:
     paths = engine_paths()
     paths.run.mkdir()

@@ -141,9 +141,7 @@ async def test_build_that_another_process_finished_meanwhile_is_taken(
     assert len(builds) == 1
 
 
-async def test_cancelled_build_leaves_no_file_and_no_image(
-    tmp_path: Path, builder: Callable[..., Path]
-) -> None:
+async def test_cancelled_build_leaves_no_file_and_no_image(tmp_path: Path, builder: Callable[..., Path]) -> None:
     begun = anyio.Event()
 
     async def build(target: Path, report: Report) -> None:
@@ -162,9 +160,7 @@ async def test_cancelled_build_leaves_no_file_and_no_image(
     assert "import" not in engine.asked
 
 
-async def test_failed_build_says_why_and_what_went_before(
-    tmp_path: Path, builder: Callable[..., Path]
-) -> None:
+async def test_failed_build_says_why_and_what_went_before(tmp_path: Path, builder: Callable[..., Path]) -> None:
     async def build(target: Path, report: Report) -> None:
         raise EngineFailed("mmdebstrap could not build the image")
 
@@ -223,9 +219,7 @@ async def test_imported_image_has_its_command_path_and_name(tmp_path: Path, real
         assert any(item.startswith("PATH=/usr/local/sbin:") for item in first.env)
     finally:
         with anyio.CancelScope(shield=True):
-            await anyio.run_process(
-                [*real.endpoint.argv, "rmi", f"{name}:1", f"{name}:2"], env=dict(os.environ)
-            )
+            await anyio.run_process([*real.endpoint.argv, "rmi", f"{name}:1", f"{name}:2"], env=dict(os.environ))
 
 
 @pytest.mark.engine

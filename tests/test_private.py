@@ -67,10 +67,7 @@ def test_relative_xdg_directories_are_ignored(monkeypatch: pytest.MonkeyPatch) -
 def test_engine_home_holds_every_file(home: Path) -> None:
     paths = engine_paths()
     files = [paths.data, paths.socket, paths.pid_file, paths.log_file, paths.lock_file, paths.users_file]
-    assert all(
-        file.is_relative_to(home)
-        for file in [*files, paths.started_file, paths.containerd_config, paths.build]
-    )
+    assert all(file.is_relative_to(home) for file in [*files, paths.started_file, paths.containerd_config, paths.build])
 
 
 async def test_socket_path_that_no_kernel_binds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,9 +211,7 @@ async def test_simultaneous_first_starts_make_one_daemon(home: Path, able: None)
 
 
 @pytest.mark.engine
-async def test_down_stops_its_own_daemon_and_no_other(
-    home: Path, able: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_down_stops_its_own_daemon_and_no_other(home: Path, able: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="ember-", dir="/tmp") as other:
         async with engine_at(monkeypatch, Path(other)):
             kept = (await private.status()).pid
@@ -232,9 +227,7 @@ async def test_down_stops_its_own_daemon_and_no_other(
 
 
 @pytest.mark.engine
-async def test_daemon_outlives_ctrl_c_of_its_caller(
-    home: Path, able: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_daemon_outlives_ctrl_c_of_its_caller(home: Path, able: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine_at(monkeypatch, home):
         pid = (await private.status()).pid
         assert pid is not None
@@ -243,9 +236,7 @@ async def test_daemon_outlives_ctrl_c_of_its_caller(
 
 
 @pytest.mark.engine
-async def test_up_heals_what_a_killed_daemon_left(
-    home: Path, able: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_up_heals_what_a_killed_daemon_left(home: Path, able: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine_at(monkeypatch, home):
         first = (await private.status()).pid
         assert first is not None

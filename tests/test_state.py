@@ -60,6 +60,15 @@ def test_a_death_ages_out_at_the_moment_of_waking_despite_rounding(start: float)
     assert core.wake() == [ev.StartSandbox(2)]
 
 
+@pytest.mark.parametrize("start", [0.7, 1.1, 2.3, 1e6 + 0.1])
+@pytest.mark.parametrize("setting", ["idle_timeout", "max_lifetime"])
+def test_a_bound_sandbox_goes_at_the_moment_of_waking_despite_rounding(start: float, setting: str) -> None:
+    policy = Policy(min_standby=0, reclaim_idle_after=None, **{setting: 0.1})  # type: ignore[arg-type]
+    core = Core(policy, now=start)
+    core.granted("a")
+    assert [type(effect) for effect in core.wake()] == [ev.StopSandbox]
+
+
 def test_a_surplus_standby_is_stopped_when_its_waiter_left_during_the_start() -> None:
     core = Core(BARE)
     waiter = core.acquire("a")
@@ -177,6 +186,15 @@ def test_a_declined_grant_gives_its_sandbox_back() -> None:
 def test_a_declined_grant_keeps_the_sandbox_of_another_handle() -> None:
     core = Core(BARE)
     grant = core.granted("a")
+    core.acquire("a")
+    assert core.feed(ev.GrantDeclined(A, grant.epoch)) == []
+
+
+def test_a_declined_grant_keeps_what_an_earlier_call_of_the_session_left_behind() -> None:
+    core = Core(BARE)
+    grant = core.granted("a")
+    call = core.call(grant, "a")
+    core.feed(ev.CallEnded(call), ev.HandleReleased(A, grant.epoch))
     core.acquire("a")
     assert core.feed(ev.GrantDeclined(A, grant.epoch)) == []
 
@@ -368,6 +386,25 @@ def test_a_dead_session_that_nobody_used_for_idle_timeout_is_not_restarted_any_m
     assert core.stop_all() == []
 
 
+def test_a_dead_session_that_everybody_left_returns_as_a_newcomer() -> None:
+    core = Core(replace(BARE, max_sandboxes=1))
+    grant = core.granted("a")
+    core.feed(ev.SandboxDied(grant.n, "oom"), ev.HandleReleased(A, grant.epoch))
+    core.acquire("b")
+    core.acquire("a")
+    core.stop_all()
+    assert core.start_all() == [ev.BindSandbox(2, B)]
+
+
+def test_standbys_go_when_the_pool_shrinks_below_what_it_holds() -> None:
+    policy = Policy(min_standby=1, max_sandboxes=2)
+    core = Core(policy)
+    core.start_all()
+    core.granted("a")
+    core.start_all()
+    assert core.feed(ev.PolicyChanged(replace(policy, max_sandboxes=1))) == [ev.StopSandbox(2, "surplus")]
+
+
 def test_a_shrunken_pool_keeps_its_bound_sandboxes_and_starts_nothing_until_it_fits() -> None:
     core = Core(BARE)
     core.granted("a")
@@ -408,6 +445,16 @@ def test_after_a_fault_one_trial_at_a_time_until_one_succeeds() -> None:
     assert core.wake() == [ev.StartSandbox(4)]
     core.feed(ev.SandboxStarted(4))
     assert len(core.all(ev.StartSandbox)) == 2
+
+
+def test_a_start_that_succeeds_closes_the_fault() -> None:
+    core = Core(replace(BARE, failures_to_open=2))
+    core.acquire("a")
+    core.feed(ev.SandboxStartFailed(1, NO_IMAGE))
+    core.feed(ev.Tick(), after=5.0)
+    core.granted("a")
+    core.acquire("b")
+    assert core.feed(ev.SandboxStartFailed(3, UNREACHABLE)) == []
 
 
 def test_an_unreachable_engine_refuses_and_comes_back() -> None:
@@ -461,6 +508,14 @@ def test_a_call_is_told_to_end_only_once() -> None:
     core.feed(ev.CloseBegan(core.now))
     assert core.all(ev.EndCall)
     assert core.feed(ev.Tick(), after=1.0) == []
+
+
+def test_nothing_starts_while_closing() -> None:
+    core = Core(Policy(min_standby=1))
+    core.feed(ev.CloseBegan(core.now + 5.0))
+    core.start_all()
+    assert core.stop_all() == []
+    assert core.state.drained
 
 
 def test_a_start_that_ends_while_closing_is_stopped() -> None:

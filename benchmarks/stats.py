@@ -1,0 +1,44 @@
+"""Percentiles of latencies, by the nearest-rank method: every figure is a latency that was really measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of ``n`` latencies: milliseconds that half, 95 in 100 and 99 in 100 of them did not exceed."""
+
+    n: int
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The smallest of ``values`` that at least ``percent`` (1 to 100) of every hundred do not exceed.
+
+    Raises ``ValueError`` where there are no values or no such percentage.
+    """
+    if not values:
+        raise ValueError("there is no percentile of nothing; measure at least one round")
+    if not 1 <= percent <= 100:
+        raise ValueError(f"percent must be 1 to 100; it is {percent}")
+    # In integers: 0.95 * 20 is a little more than 19 in floats on some roads to it, and its ceiling then 20.
+    rank = -(-percent * len(values) // 100)
+    return sorted(values)[rank - 1]
+
+
+def summarise(seconds: Sequence[float]) -> Summary:
+    """The summary of latencies given in seconds. Raises ``ValueError`` where there are none."""
+    p50, p95, p99 = (round(percentile(seconds, percent) * 1000, 4) for percent in (50, 95, 99))
+    return Summary(len(seconds), p50, p95, p99)
+
+
+def ratios(modes: Mapping[str, Summary], base: str = "cold") -> dict[str, float]:
+    """``base/<mode>``: how many times the median of each other mode goes into that of ``base``; empty without it."""
+    if base not in modes:
+        return {}
+    others = {name: summary for name, summary in modes.items() if name != base}
+    return {f"{base}/{name}": round(modes[base].p50_ms / other.p50_ms, 2) for name, other in others.items()}

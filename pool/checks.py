@@ -1,0 +1,129 @@
+"""One line of the doctor's report, and how facts become lines. Pure: deciding what a fact means happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from executor.engine import EngineInfo, ImageInfo
+from pool.config import Settings, check_host
+from pool.escapes import GUARDS, Judgement
+from pool.probe import LIFETIME, Probed
+
+Status = Literal["ok", "warn", "fail"]
+
+GIB = 1024**3
+_LOW, _TOO_LOW = 5 * GIB, 1 * GIB
+_ENDLESS = 1 << 62
+_MEMORY = "sandbox.memory_mb:"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was looked at, how it stands, and what helps (``""`` where nothing has to)."""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+
+
+def line(text: object) -> str:
+    """``text`` on one line."""
+    return " ".join(str(text).split())
+
+
+def host_checks(settings: Settings) -> list[Check]:
+    """The configuration against this host: paths and commands. Memory is the engine's to tell."""
+    problems = [text for text in check_host(settings, _ENDLESS) if not text.startswith(_MEMORY)]
+    if problems:
+        return [Check("host", "fail", line(text), "correct the configuration or the host") for text in problems]
+    return [Check("host", "ok", "mount sources, seccomp profile and engine command of the configuration are there")]
+
+
+def memory_check(settings: Settings, info: EngineInfo) -> Check:
+    """What all containers together may use, against the engine's memory."""
+    if not info.memory:
+        return Check("memory", "warn", "not checked: the engine does not tell how much it has")
+    for problem in check_host(settings, info.memory):
+        if problem.startswith(_MEMORY):
+            return Check("memory", "fail", line(problem), "lower one of them, or set pool.overcommit = true")
+    wanted = (settings.pool.max_sandboxes + settings.pool.max_cold) * settings.sandbox.memory_mb / 1024
+    text = f"all containers together may use {wanted:.1f} GiB of {info.memory / GIB:.1f} GiB"
+    if wanted * GIB > info.memory:
+        return Check("memory", "warn", f"{text} (pool.overcommit)", "expect kills when many are busy, or lower a limit")
+    return Check("memory", "ok", text)
+
+
+def disk_check(what: str, path: Path, free: int) -> Check:
+    """``free`` bytes on the filesystem of ``path``."""
+    status: Status = "fail" if free < _TOO_LOW else "warn" if free < _LOW else "ok"
+    remedy = (
+        "" if status == "ok" else f"free some there; {_TOO_LOW // GIB} GiB is the least, {_LOW // GIB} GiB is sound"
+    )
+    return Check(f"disk ({what})", status, f"{free / GIB:.1f} GiB free at {path}", remedy)
+
+
+def engine_checks(info: EngineInfo) -> list[Check]:
+    """What kind of engine it is, and what it warns of itself."""
+    rights = "rootless" if info.rootless else "rootful"
+    cgroups = f"cgroup v{info.cgroup_version or '?'} by {info.cgroup_driver or '?'}"
+    text = f"{rights}, {cgroups}, {info.cpus} processors, {info.memory / GIB:.1f} GiB of memory"
+    remedy = "the check `profile` tells whether a limit is ignored for it"
+    return [
+        Check("engine facts", "ok", text),
+        *(Check("engine facts", "warn", f"the engine says: {line(warning)}", remedy) for warning in info.warnings),
+    ]
+
+
+def image_check(image: ImageInfo, reference: str) -> Check:
+    """The image's ID, and whether it may run."""
+    if image.volumes:
+        text = f"{reference} declares VOLUME {', '.join(image.volumes)}: a writable place on the host's disk"
+        return Check("image", "fail", text, "rebuild it without")
+    return Check("image", "ok", f"{reference} is {image.id}, {image.size / 1e6:.0f} MB")
+
+
+def runc_checks(version: str, judged: Sequence[Judgement]) -> list[Check]:
+    """One line for runc, and one for each escape that it is not known to be free of."""
+    fixed = sum(judgement.state == "fixed" for judgement in judged)
+    name = f"runc {version}" if version else "runc of an unknown version"
+    status: Status = "ok" if version else "warn"
+    remedy = "" if version else "look with: runc --version"
+    checks = [Check("runtime", status, f"{name}: {fixed} of {len(judged)} known escapes are fixed", remedy)]
+    for judgement in judged:
+        if judgement.state == "fixed":
+            continue
+        escape = judgement.escape
+        text = f"{judgement.state}: {escape.how} ({judgement.why})"
+        upgrade = f"upgrade runc ({', '.join(escape.fixed)} or later, or a package that names it)"
+        if judgement.blocks:
+            text += "; blocked here: " + "; ".join(GUARDS[guard] for guard in judgement.blocks)
+        elif "no writable mount" in escape.blocked_by:
+            text += "; nothing here blocks it: sandbox.mounts has a writable mount"
+            upgrade += ", or mount with :ro"
+        else:
+            text += "; nothing here blocks it"
+        checks.append(Check(escape.cve, judgement.status, text, upgrade))
+    return checks
+
+
+def probe_checks(found: Probed) -> list[Check]:
+    """What the probe sandbox and the probe's cold call showed."""
+    checks = []
+    for name, said, error in (
+        ("profile", found.sandbox, found.sandbox_error),
+        ("cold call", found.cold, found.cold_error),
+    ):
+        if error is None:
+            checks.append(Check(name, "ok", said))
+        else:
+            remedy = "no pool starts a sandbox here until this is mended; it never runs in a weaker one"
+            checks.append(Check(name, "fail", line(error), remedy))
+    if found.left:
+        names = " ".join(found.left)
+        text = f"not confirmed gone: {names}; what runs in it ends by itself within {LIFETIME:g} s"
+        checks.append(Check("probe", "warn", text, f"remove it: docker rm -f {names}"))
+    return checks

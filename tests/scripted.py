@@ -1,0 +1,410 @@
+"""An engine in memory: containers, execs, events and every way in which a real engine fails.
+
+It fills ``executor.engine.Engine`` and waits only by ``anyio.sleep``, so under trio's mock clock hours pass at once. Use
+it as ``async with ScriptedEngine() as engine``: what runs in its containers runs in the engine's own tasks, as on a real
+one, where killing a client kills nothing inside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+from anyio.streams.memory import MemoryObjectSendStream
+
+from executor.call import LOADER
+from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
+from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing
+from tests.scripted_box import (
+    Asked,
+    Pipe,
+    RunWords,
+    ScriptedChannel,
+    inspect_record,
+    probe_output,
+    read_request,
+    run_steps,
+)
+
+EPOCH = 1_700_000_000
+IMAGE = ImageInfo(id="sha256:" + "a" * 64, env=("PATH=/usr/bin",))
+DEADLINES = defaultdict(lambda: 15.0, start=60.0)
+"""Seconds after which an operation that hangs is given up, as a real engine's client is."""
+UNREACHABLE = "Cannot connect to the Docker daemon at unix:///scripted. Is the docker daemon running?"
+
+
+@dataclass(slots=True, eq=False)
+class Box:
+    """One container. ``execs`` holds the scope of each process that runs in it, by its exec's ID."""
+
+    id: str
+    words: RunWords
+    image: ImageInfo
+    running: bool = True
+    execs: dict[str, anyio.CancelScope] = field(default_factory=dict)
+    main: anyio.CancelScope | None = None
+
+    @property
+    def name(self) -> str:
+        return self.words.name
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong with one operation. ``error``: it is raised after nothing was done. ``late``: the operation is done,
+    but its client has given up. ``hang``: nothing happens until the deadline. ``slow``: seconds more. ``garbage``: the
+    answer is of no known form, though the operation was done."""
+
+    error: EmberpoolError | None = None
+    hang: bool = False
+    late: bool = False
+    slow: float = 0.0
+    garbage: bool = False
+
+
+class ScriptedEngine:
+    """See the module. ``latency`` is seconds by operation (``info image start attach inspect kill remove list events``).
+
+    ``faults[operation]`` is a list that is used up from its front; ``always[operation]`` holds for as long as it stands.
+    ``lose`` are event actions that are never told; ``repeat`` tells each event twice; ``event_delay`` tells them late.
+    ``patch`` changes an inspect record; ``inside`` changes a probe's output. ``asked`` counts the operations.
+    """
+
+    def __init__(self, *, latency: dict[str, float] | None = None) -> None:
+        self.latency = defaultdict(float, latency or {})
+        self.faults: dict[str, list[Fault]] = defaultdict(list)
+        self.always: dict[str, Fault] = {}
+        self.lose: set[str] = set()
+        self.repeat, self.event_delay = False, 0.0
+        self.patch: Callable[[dict[str, Any]], None] = lambda record: None
+        self.inside: Callable[[bytes], bytes] = lambda output: output
+        self.images = {"default": IMAGE}
+        self.up_now = True
+        self.python = True
+        self.boxes: dict[str, Box] = {}
+        self.asked: Counter[str] = Counter()
+        self.started: list[RunWords] = []
+        self.stdins: list[bytes] = []
+        self.most = 0
+        self._history: list[EngineEvent] = []
+        self._listeners: list[MemoryObjectSendStream[EngineEvent]] = []
+        self._clients: set[ScriptedChannel] = set()
+        self._ids = self._clock = 0
+        self._tasks: TaskGroup
+
+    async def __aenter__(self) -> ScriptedEngine:
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        self._tasks.cancel_scope.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    async def find(self) -> tuple[ScriptedEngine, EngineInfo]:
+        """What a pool is given as its ``find``."""
+        return self, await self.info()
+
+    # --- what a test does to it ---------------------------------------------------------------------------------------
+
+    def down(self) -> None:
+        """The daemon is killed: every client and event stream ends, containers live on."""
+        self.up_now = False
+        for channel in list(self._clients):
+            channel.end(255, "error during connect: EOF")
+        self._cut()
+
+    def up(self) -> None:
+        """The next daemon comes up, and ends what the last one left."""
+        self.up_now = True
+        for box in list(self.boxes.values()):
+            self.die(box, 143)
+
+    def cut_events(self) -> None:
+        """Only the event streams end."""
+        self._cut()
+
+    def _cut(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def die(self, box: Box, code: int) -> None:
+        """A container's PID 1 ends: its execs are killed, and the engine removes it."""
+        if not box.running:
+            return
+        box.running = False
+        for exec_id in list(box.execs):
+            self._end_exec(box, exec_id)
+        if box.main is not None:
+            box.main.cancel()
+        self._tell("die", box, exit_code=code)
+        if self.boxes.pop(box.name, None) is not None:
+            self._tell("destroy", box)
+
+    def foreign(self, name: str, labels: dict[str, str] | None = None) -> Box:
+        """Somebody else's container."""
+        words = ["run", "--rm", "--name", name, "--memory", "1m"]
+        for key, value in (labels or {}).items():
+            words += ["--label", f"{key}={value}"]
+        box = self.boxes[name] = Box(self._new_id(), RunWords.parse([*words, "other", "sleep"]), IMAGE)
+        return box
+
+    def the_box(self) -> Box:
+        """The only container there is."""
+        (box,) = self.boxes.values()
+        return box
+
+    # --- the seam -----------------------------------------------------------------------------------------------------
+
+    async def info(self) -> EngineInfo:
+        await self._ask("info")
+        return EngineInfo(kind="docker", version="scripted", endpoint="scripted", time=f"{self._now() / 1e9:.9f}")
+
+    async def image(self, reference: str) -> ImageInfo:
+        await self._ask("image")
+        if "default" not in self.images:
+            raise ImageMissing(f"looking up image {reference}: No such image")
+        return self.images["default"]
+
+    async def start(self, args: Sequence[str]) -> str:
+        words = RunWords.parse(args)
+        async with self._doing("start"):
+            box = self._create(words)
+            self._tasks.start_soon(self._sleep_out, box)
+        return box.id
+
+    async def inspect(self, name: str) -> dict[str, Any]:
+        await self._ask("inspect")
+        box = self._box(name)
+        if box is None:
+            raise ContainerGone(f"inspecting {name}: No such container")
+        record = inspect_record(box.words, box.image, box.id, running=box.running)
+        self.patch(record)
+        return record
+
+    async def kill(self, name: str) -> None:
+        async with self._doing("kill"):
+            box = self._box(name)
+            if box is None:
+                raise ContainerGone(f"killing {name}: No such container")
+            self.die(box, 137)
+
+    async def remove(self, name: str) -> None:
+        async with self._doing("remove"):
+            box = self._box(name)
+            if box is not None:
+                self.die(box, 137)
+
+    async def list(self, label: str, value: str) -> list[Listed]:
+        await self._ask("list")
+        found = [box for box in self.boxes.values() if box.words.labels.get(label) == value]
+        return [Listed(id=box.id, name=box.name, running=box.running) for box in found]
+
+    def attach(self, args: Sequence[str]) -> AbstractAsyncContextManager[Channel]:
+        return self._attach(args)
+
+    @asynccontextmanager
+    async def _attach(self, args: Sequence[str]) -> AsyncIterator[Channel]:
+        channel = ScriptedChannel()
+        self._clients.add(channel)
+        self._tasks.start_soon(self._serve, channel, list(args))
+        try:
+            yield channel
+        finally:
+            channel.kill()
+            self._clients.discard(channel)
+
+    def events(self, label: str, value: str, since: str) -> AbstractAsyncContextManager[AsyncIterator[EngineEvent]]:
+        return self._events(label, value, since)
+
+    @asynccontextmanager
+    async def _events(self, label: str, value: str, since: str) -> AsyncIterator[AsyncIterator[EngineEvent]]:
+        send, receive = anyio.create_memory_object_stream[EngineEvent](100_000)
+        seconds, _, nanos = since.partition(".")
+        begin = int(seconds) * 1_000_000_000 + int(nanos.ljust(9, "0"))
+        with send, receive:
+            if self.up_now:
+                for event in self._history:
+                    if event.time >= begin:
+                        send.send_nowait(event)
+                self._listeners.append(send)
+            else:
+                send.close()
+            try:
+                yield receive
+            finally:
+                if send in self._listeners:
+                    self._listeners.remove(send)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _doing(self, operation: str) -> AsyncIterator[None]:
+        """Around what an operation does: what goes wrong before it, and what goes wrong with its answer."""
+        fault = await self._ask(operation, done_elsewhere=True)
+        yield
+        await self._answer(operation, fault)
+
+    async def _ask(self, operation: str, *, done_elsewhere: bool = False) -> Fault:
+        self.asked[operation] += 1
+        fault = self.always.get(operation) or Fault()
+        if self.faults[operation]:
+            fault = self.faults[operation].pop(0)
+        await anyio.sleep(self.latency[operation] + fault.slow)
+        if not self.up_now:
+            raise EngineUnavailable(UNREACHABLE, retry_after=1.0)
+        if fault.error is not None:
+            raise fault.error
+        if fault.hang:
+            await self._give_up(operation)
+        if not done_elsewhere:
+            await self._answer(operation, fault)
+        return fault
+
+    async def _answer(self, operation: str, fault: Fault) -> None:
+        if fault.late:
+            await self._give_up(operation)
+        if fault.garbage:
+            raise EngineFailed(f"the engine's answer to {operation} has an unknown form", retry_after=1.0)
+
+    async def _give_up(self, operation: str) -> None:
+        await anyio.sleep(DEADLINES[operation])
+        raise EngineUnavailable(f"`scripted {operation}` did not end in time", retry_after=DEADLINES[operation])
+
+    def _box(self, name: str) -> Box | None:
+        return self.boxes.get(name) or next((box for box in self.boxes.values() if box.id == name), None)
+
+    def _new_id(self) -> str:
+        self._ids += 1
+        return f"{self._ids:064x}"
+
+    def _create(self, words: RunWords) -> Box:
+        if words.image not in [image.id for image in self.images.values()]:
+            raise ImageMissing("starting a container: No such image")
+        if words.name in self.boxes:
+            raise NameTaken(f"starting a container: the name {words.name} is already in use by container")
+        box = self.boxes[words.name] = Box(self._new_id(), words, IMAGE)
+        self.started.append(words)
+        self.most = max(self.most, len(self.boxes))
+        self._tell("create", box)
+        self._tell("start", box)
+        return box
+
+    async def _sleep_out(self, box: Box) -> None:
+        """PID 1 of a session sandbox."""
+        with anyio.CancelScope() as box.main:
+            if box.running:
+                await anyio.sleep(float(box.words.argv[1]))
+        self.die(box, 0)
+
+    async def _serve(self, channel: ScriptedChannel, args: list[str]) -> None:
+        """One attached client: a disposable container or an exec, to its end."""
+        try:
+            if args[0] == "run":
+                await self._run_cold(channel, RunWords.parse(args))
+            else:
+                user = args[args.index("-u") + 1] if "-u" in args else ""
+                at = next(i for i in range(2, len(args)) if args[i] in self.boxes or args[i].startswith("emberpool-"))
+                await self._run_exec(channel, args[at], tuple(args[at + 1 :]), user)
+        except ContainerGone as error:
+            channel.end(1, f"Error response from daemon: {error}")
+        except (EmberpoolError, anyio.ClosedResourceError) as error:
+            channel.end(125, str(error))
+
+    async def _run_cold(self, channel: ScriptedChannel, words: RunWords) -> None:
+        await self._ask("attach")
+        box, code = self._create(words), 0
+        with anyio.CancelScope() as box.main:
+            code = await self._program(channel, box, words.argv, words.one("--user"), "")
+        if box.running:
+            self.die(box, code)
+        channel.end(code if box.main is not None and not box.main.cancelled_caught else 137)
+
+    async def _run_exec(self, channel: ScriptedChannel, name: str, argv: tuple[str, ...], user: str) -> None:
+        await self._ask("attach")
+        box = self.boxes.get(name)
+        if box is None:
+            raise ContainerGone(f"No such container: {name}")
+        exec_id, code = self._new_id(), 0
+        self._tell("exec_create", box, detail=" ".join(argv), exec_id=exec_id)
+        with anyio.CancelScope() as scope:
+            box.execs[exec_id] = scope
+            code = await self._program(channel, box, argv, user, exec_id)
+        if box.execs.pop(exec_id, None) is not None:
+            self._tell("exec_die", box, exec_id=exec_id, exit_code=code)
+        channel.end(137 if scope.cancelled_caught else code)
+
+    def _end_exec(self, box: Box, exec_id: str) -> None:
+        self._tell("exec_die", box, exec_id=exec_id, exit_code=137)
+        box.execs.pop(exec_id).cancel()
+
+    async def _program(self, channel: ScriptedChannel, box: Box, argv: tuple[str, ...], user: str, exec_id: str) -> int:
+        async def special(word: str, rest: str) -> None:
+            if word == "die":
+                self.die(box, int(rest))
+                await anyio.sleep_forever()
+            elif word == "oom":
+                self._tell("oom", box)
+                if exec_id:
+                    self._end_exec(box, exec_id)
+                else:
+                    self.die(box, 137)
+                await anyio.sleep_forever()
+            elif word == "lose":
+                channel.end(255, "error during connect: EOF")
+            elif word == "linger":
+                # The process ends, and something that it started keeps its streams open.
+                del box.execs[exec_id]
+                self._tell("exec_die", box, exec_id=exec_id, exit_code=int(rest))
+                box.execs[exec_id + "-left"] = anyio.CancelScope()
+                await anyio.sleep_forever()
+            else:
+                raise AssertionError(f"no such step: {word}")
+
+        if argv[0] == "cat" and len(argv) > 2:
+            channel.stdout.write(self.inside(probe_output(box.words, user, argv)))
+            return 1
+        if argv[0] == "python3" and argv[-1] == "print(1)":
+            channel.stdout.write(b"1\n" if self.python else b"")
+            return 0 if self.python else 127
+        if LOADER in argv:
+            return await run_steps(await read_request(channel.stdin), channel, special)
+        return await run_steps(Asked(" ".join(argv)), channel, special)
+
+    def _now(self) -> int:
+        """Nanoseconds of the engine's own clock; no two events have the same."""
+        self._clock = max(self._clock + 1, int((EPOCH + anyio.current_time()) * 1e9))
+        return self._clock
+
+    def _tell(
+        self, action: str, box: Box, *, detail: str = "", exec_id: str = "", exit_code: int | None = None
+    ) -> None:
+        if action in self.lose:
+            return
+        event = EngineEvent(
+            action=action, container=box.id, name=box.name, time=self._now(), detail=detail, exec_id=exec_id,
+            exit_code=exit_code,
+        )  # fmt: skip
+        for _ in range(2 if self.repeat else 1):
+            if self.event_delay:
+                self._tasks.start_soon(self._tell_late, event)
+            else:
+                self._send(event)
+
+    async def _tell_late(self, event: EngineEvent) -> None:
+        await anyio.sleep(self.event_delay)
+        self._send(event)
+
+    def _send(self, event: EngineEvent) -> None:
+        self._history.append(event)
+        for listener in self._listeners:
+            listener.send_nowait(event)
+
+
+__all__ = ["Asked", "Box", "Fault", "Pipe", "ScriptedEngine"]

@@ -1,0 +1,259 @@
+"""What a scripted container is made of: its ``run`` argv read back, the records that follow from it, and its programs.
+
+A call's behaviour is written in the call itself, as steps between semicolons: ``sleep 5; echo hello; exit 3``. The steps
+are listed at ``run_steps``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from executor.engine import ImageInfo
+from executor.verify import INSIDE_FILES
+
+SWITCHES = frozenset({"--rm", "-i", "--read-only", "-d", "--init", "--no-healthcheck"})
+
+
+@dataclass(slots=True)
+class RunWords:
+    """A ``run`` argv, taken apart: every flag's values, the image, and the container's own argv."""
+
+    flags: dict[str, list[str]]
+    image: str
+    argv: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, args: Sequence[str]) -> RunWords:
+        assert args[0] == "run"
+        flags: dict[str, list[str]] = defaultdict(list)
+        at = 1
+        while args[at].startswith("-"):
+            if args[at] in SWITCHES:
+                flags[args[at]].append("")
+                at += 1
+            else:
+                flags[args[at]].append(args[at + 1])
+                at += 2
+        return cls(flags, args[at], tuple(args[at + 1 :]))
+
+    def one(self, flag: str, default: str = "") -> str:
+        return self.flags[flag][0] if flag in self.flags else default
+
+    @property
+    def name(self) -> str:
+        return self.one("--name")
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(label.split("=", 1) for label in self.flags.get("--label", []))
+
+    @property
+    def staging(self) -> str:
+        for spec in self.flags.get("--mount", []):
+            return spec.split('"source=')[1].split('"')[0]
+        return ""
+
+
+def inspect_record(words: RunWords, image: ImageInfo, container: str, *, running: bool) -> dict[str, Any]:
+    """The record that a faithful engine keeps of a container started by these words."""
+    memory = int(words.one("--memory", "0m")[:-1]) << 20
+    ulimits = []
+    for spec in words.flags.get("--ulimit", []):
+        key, _, value = spec.partition("=")
+        soft, _, hard = value.partition(":")
+        ulimits.append({"Name": key, "Soft": int(soft), "Hard": int(hard or soft)})
+    mounts = [{"Type": "tmpfs", "Source": "", "Destination": "/tmp", "RW": True}]
+    if words.staging:
+        mounts.append({"Type": "bind", "Source": words.staging, "Destination": "/tool", "RW": False})
+    return {
+        "Id": container,
+        "Name": "/" + words.name,
+        "Image": image.id,
+        "State": {"Running": running},
+        "Mounts": mounts,
+        "Config": {
+            "Labels": words.labels,
+            "User": words.one("--user"),
+            "Env": [*image.env, *words.flags.get("--env", [])],
+        },
+        "HostConfig": {
+            "NetworkMode": words.one("--network"),
+            "ReadonlyRootfs": "--read-only" in words.flags,
+            "Privileged": False,
+            "CapAdd": None,
+            "CapDrop": words.flags.get("--cap-drop"),
+            "SecurityOpt": words.flags.get("--security-opt"),
+            "PidsLimit": int(words.one("--pids-limit", "0")),
+            "Tmpfs": {spec.split(":")[0]: spec for spec in words.flags.get("--tmpfs", [])},
+            "Memory": memory,
+            "MemorySwap": int(words.one("--memory-swap", "0m")[:-1]) << 20,
+            "NanoCpus": round(float(words.one("--cpus", "0")) * 1e9),
+            "Ulimits": ulimits,
+            "PidMode": "",
+            "UTSMode": "",
+            "IpcMode": "private",
+            "LogConfig": {"Type": words.one("--log-driver")},
+            "Runtime": words.one("--runtime", "runc"),
+        },
+    }
+
+
+def probe_output(words: RunWords, user: str, argv: Sequence[str]) -> bytes:
+    """What ``cat`` of the probe's files prints inside a faithful container."""
+    uid, _, gid = user.partition(":")
+    caps = "".join(f"{key}:\t{0:016x}\n" for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"))
+    size = int(words.one("--tmpfs").split("size=")[1][:-1]) * 1024
+    texts = dict.fromkeys(INSIDE_FILES, "")
+    texts |= {
+        "/proc/self/status": f"Name:\tcat\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\nGid:\t{gid}\t{gid}\t{gid}\t{gid}\n"
+        f"{caps}NoNewPrivs:\t1\nSeccomp:\t2\n",
+        "/proc/self/mountinfo": "1 0 0:1 / / ro,relatime - overlay overlay ro\n"
+        f"2 1 0:2 / /tmp rw,nosuid,noexec - tmpfs tmpfs rw,size={size}k\n3 1 0:3 / /tool ro - ext4 /dev/x rw\n",
+        "/proc/net/dev": "Inter-|   Receive\n face |bytes\n    lo: 0 0 0\n",
+        "/sys/fs/cgroup/pids.max": words.one("--pids-limit") + "\n",
+        "/sys/fs/cgroup/memory.max": f"{int(words.one('--memory', '0m')[:-1]) << 20}\n",
+        "/tool/nonce": (Path(words.staging) / "nonce").read_text("ascii"),
+    }
+    return "".join(texts[file] for file in argv[1:]).encode()
+
+
+class Pipe:
+    """Bytes in memory with an end; what is written after the end is lost."""
+
+    def __init__(self) -> None:
+        self.buffer, self.closed, self._news = bytearray(), False, anyio.Event()
+
+    def write(self, data: bytes) -> None:
+        if not self.closed:
+            self.buffer += data
+            self._wake()
+
+    def close(self) -> None:
+        self.closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = anyio.Event()
+
+    async def read(self, size: int = 65_536) -> bytes:
+        """What there is, at most ``size`` bytes; ``b""`` at the end. Always a checkpoint."""
+        await anyio.sleep(0)
+        while not self.buffer and not self.closed:
+            await self._news.wait()
+        data = bytes(self.buffer[:size])
+        del self.buffer[:size]
+        return data
+
+    async def exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            chunk = await self.read(size - len(data))
+            if not chunk:
+                return data
+            data += chunk
+        return data
+
+    async def rest(self) -> bytes:
+        data = b""
+        while chunk := await self.read():
+            data += chunk
+        return data
+
+
+class ScriptedChannel:
+    """An attached client in memory. ``killed`` is set once the client was killed; what it had started lives on."""
+
+    def __init__(self) -> None:
+        self.stdin, self.stdout, self.stderr = Pipe(), Pipe(), Pipe()
+        self._code: int | None = None
+        self._ended = anyio.Event()
+
+    async def send(self, data: bytes) -> None:
+        await anyio.sleep(0)
+        if self.stdin.closed:
+            raise BrokenPipeError("the engine client's stdin is closed")
+        self.stdin.write(data)
+
+    async def close_stdin(self) -> None:
+        await anyio.sleep(0)
+        self.stdin.close()
+
+    async def receive_stdout(self) -> bytes:
+        return await self.stdout.read()
+
+    async def receive_stderr(self) -> bytes:
+        return await self.stderr.read()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self._code is not None
+        return self._code
+
+    def kill(self) -> None:
+        self.end(-9)
+
+    def end(self, code: int, message: str = "") -> None:
+        """The client ends by itself, with a last message of the engine's on stderr."""
+        if self._code is None:
+            self.stderr.write(message.encode())
+            self._code = code
+            for pipe in (self.stdin, self.stdout, self.stderr):
+                pipe.close()
+            self._ended.set()
+
+
+@dataclass(slots=True)
+class Asked:
+    """A call as it arrived inside: its steps, its environment and what is left of stdin."""
+
+    steps: str
+    env: dict[str, str] = field(default_factory=dict)
+
+
+async def read_request(stdin: Pipe) -> Asked:
+    """Read the loader's two frames as the program inside would."""
+    await stdin.exactly(int.from_bytes(await stdin.exactly(4), "big"))
+    request = json.loads(await stdin.exactly(int.from_bytes(await stdin.exactly(4), "big")))
+    steps = request["code"] if "code" in request else " ".join(request["argv"])
+    return Asked(steps, request["env"])
+
+
+Special = Callable[[str, str], Awaitable[None]]
+
+
+async def run_steps(asked: Asked, channel: ScriptedChannel, special: Special) -> int:
+    """Carry out a call's steps and return its exit status.
+
+    ``sleep SECONDS``, ``echo TEXT``, ``err TEXT``, ``exit STATUS``, ``cat`` (stdin to stdout), ``env NAME``,
+    ``flood BYTES``, ``hang``. Everything else is the engine's: ``special(word, argument)``.
+    """
+    for step in asked.steps.split(";"):
+        word, _, rest = step.strip().partition(" ")
+        match word:
+            case "sleep":
+                await anyio.sleep(float(rest))
+            case "echo":
+                channel.stdout.write(rest.encode() + b"\n")
+            case "err":
+                channel.stderr.write(rest.encode() + b"\n")
+            case "exit":
+                return int(rest)
+            case "cat":
+                channel.stdout.write(await channel.stdin.rest())
+            case "env":
+                channel.stdout.write(asked.env.get(rest, "(unset)").encode() + b"\n")
+            case "flood":
+                channel.stdout.write(b"x" * int(rest))
+            case "hang":
+                await anyio.sleep_forever()
+            case _:
+                await special(word, rest)
+    return 0
