@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -68,10 +69,11 @@ async def new_pool(settings: Settings, *, min_standby: int) -> AsyncIterator[San
 
     Its state directory is a temporary one. On leaving, its containers are gone, and the directory with them.
     """
-    with tempfile.TemporaryDirectory(prefix="emberpool-benchmark-") as place:
+    place = Path(tempfile.mkdtemp(prefix="emberpool-benchmark-"))
+    try:
         own = PoolSettings(
             name="benchmark",
-            state_dir=Path(place) / "state",
+            state_dir=place / "state",
             min_standby=min_standby,
             max_sandboxes=4,
             max_starting=1,
@@ -84,6 +86,10 @@ async def new_pool(settings: Settings, *, min_standby: int) -> AsyncIterator[San
         async with SandboxPool(Settings(sandbox=settings.sandbox, pool=own, call=settings.call)) as pool:
             await until(pool, lambda: pool.snapshot()["engine"] == "up", "reach the engine")
             yield pool
+    finally:
+        # A container that could not be removed is in the ledger still, and the pool's log told where that is.
+        if not any((place / "state" / "ledger").glob("*")):
+            shutil.rmtree(place)
 
 
 async def at_rest(pool: SandboxPool, *, standby: int = 0, bound: int = 0) -> None:

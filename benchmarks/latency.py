@@ -12,6 +12,7 @@ from typing import Annotated
 import anyio
 import typer
 from rich.console import Console
+from rich.status import Status
 
 from benchmarks.bench import BenchmarkError
 from benchmarks.modes import MODES
@@ -33,6 +34,19 @@ class Backend(StrEnum):
 
     ASYNCIO = "asyncio"
     TRIO = "trio"
+
+
+class _Shown:
+    """Progress on stderr: one line, and on a terminal the round that is being measured."""
+
+    def __init__(self, notes: Console, status: Status) -> None:
+        self._notes, self._status = notes, status
+
+    def begins(self, rounds: int) -> None:
+        self._notes.print(f"latency: warm; measuring {rounds} rounds")
+
+    def round(self, number: int, rounds: int) -> None:
+        self._status.update(f"round {number} of {rounds}")
 
 
 @app.command()
@@ -101,7 +115,8 @@ def _measured(
     settings = load_settings(config)
     wanted = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     with notes.status("starting") as status:
-        report = anyio.run(measure, settings, modes, wanted, status.update, backend=backend.value)
+        shown = _Shown(notes, status)
+        report = anyio.run(measure, settings, modes, wanted, backend.value, shown, backend=backend.value)
     if report is not None:
         _write(report, json_file, plot_file, notes)
     return report

@@ -7,14 +7,12 @@ import platform
 from datetime import UTC, datetime
 from pathlib import Path
 
-import sniffio
-
 from benchmarks.bench import Bench
 
 Facts = dict[str, str | int | float]
 
 
-async def machine(bench: Bench) -> Facts:
+def machine(bench: Bench, backend: str) -> Facts:
     """What the figures depend on, as plain values. ``memory_mb`` is MiB, ``date`` is UTC."""
     info, box = bench.info, bench.settings.sandbox
     return {
@@ -29,7 +27,7 @@ async def machine(bench: Bench) -> Facts:
         "cgroup": info.cgroup_version,
         "image": box.image,
         "image_id": bench.image.id,
-        "backend": sniffio.current_async_library(),
+        "backend": backend,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from typing import Protocol
 
 import anyio
 
@@ -15,11 +16,21 @@ from benchmarks.report import Report
 from executor.result import EmberpoolError
 from pool.config import Settings
 
-Progress = Callable[[str], None]
+
+class Progress(Protocol):
+    """Whom the measuring tells how far it is."""
+
+    def begins(self, rounds: int) -> None:
+        """Everything is warm, and the rounds that count begin."""
+
+    def round(self, number: int, rounds: int) -> None:
+        """Round ``number`` of ``rounds``, from 1 on, begins."""
 
 
-async def measure(settings: Settings, modes: Sequence[Mode], rounds: int, progress: Progress) -> Report | None:
-    """Measure every mode ``rounds`` times, after one round that does not count.
+async def measure(
+    settings: Settings, modes: Sequence[Mode], rounds: int, backend: str, progress: Progress
+) -> Report | None:
+    """Measure every mode ``rounds`` times, after one round that does not count. ``backend`` names the event loop.
 
     SIGINT and SIGTERM end it early: everything is removed as always, and there is no report. Raises ``EmberpoolError``
     or ``BenchmarkError``.
@@ -32,14 +43,14 @@ async def measure(settings: Settings, modes: Sequence[Mode], rounds: int, progre
 
             async def stop_on_signal() -> None:
                 async for _ in signals:
-                    tasks.cancel_scope.cancel()
+                    pass
                     return
 
             tasks.start_soon(stop_on_signal)
             try:
                 async with open_bench(settings) as bench:
-                    samples = await _measure(bench, modes, rounds, progress)
-                    report = Report(await machine(bench), modes, samples)
+                    samples = await sample(bench, modes, rounds, progress)
+                    report = Report(machine(bench, backend), modes, samples)
             except (EmberpoolError, BenchmarkError) as error:
                 # Kept, not raised: a task group would wrap it.
                 failures.append(error)
@@ -49,26 +60,18 @@ async def measure(settings: Settings, modes: Sequence[Mode], rounds: int, progre
     return report
 
 
-async def _measure(
-    bench: Bench, modes: Sequence[Mode], rounds: int, progress: Progress
-) -> Mapping[str, Sequence[float]]:
+async def sample(bench: Bench, modes: Sequence[Mode], rounds: int, progress: Progress) -> Mapping[str, Sequence[float]]:
+    """Open all modes, warm each up once, and return the seconds of ``rounds`` measurements of each, by its name."""
     samples: dict[str, list[float]] = {mode.name: [] for mode in modes}
     async with AsyncExitStack() as stack:
         measures: dict[str, Measure] = {}
         for mode in modes:
             measures[mode.name] = await stack.enter_async_context(mode.open(bench))
-        progress("warming up")
-        await in_turn(measures, 1, lambda name, seconds: None, progress)
-        await in_turn(measures, rounds, lambda name, seconds: samples[name].append(seconds), progress)
-        progress("clearing up")
+        for once in measures.values():
+            await once()
+        progress.begins(rounds)
+        for number in range(1, rounds + 1):
+            progress.round(number, rounds)
+            for name, once in measures.items():
+                samples[name].append(await once())
     return samples
-
-
-async def in_turn(
-    measures: Mapping[str, Measure], rounds: int, take: Callable[[str, float], None], progress: Progress
-) -> None:
-    """Call every measure once a round, in the mapping's order, and hand each figure to ``take``."""
-    for number in range(1, rounds + 1):
-        progress(f"round {number} of {rounds}")
-        for name, once in measures.items():
-            take(name, await once())

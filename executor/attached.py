@@ -54,7 +54,7 @@ async def run_attached(
                 await event.wait()
                 seen = -1
                 with anyio.move_on_after(LINGER):
-                    while seen != (seen := end.stdout.total + end.stderr.total):
+                    while seen != (seen := end.stdout.total + end.stderr.total):  # noqa: ASYNC110 - silence has no event
                         await anyio.sleep(QUIET)
                 end.ended_by = how
                 tasks.cancel_scope.cancel()

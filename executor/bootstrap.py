@@ -32,7 +32,7 @@ def run_program(argv):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        os.execvp(argv[0], argv)
+        os.execvp(argv[0], argv)  # noqa: S606 - no shell is meant
     except OSError as error:
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         os.write(2, os.fsencode("%s: %s\n" % (argv[0], os.strerror(error.errno or 0))))
@@ -57,7 +57,13 @@ def run_code(source):
         # Shown without this file's own frame: the first line is the caller's code.
         trace = error.__traceback__
         error = error.with_traceback(trace.tb_next if trace is not None else None)
-        sys.excepthook(type(error), error, error.__traceback__)
+        if sys.excepthook is sys.__excepthook__:
+            # The interpreter's own hook looks for source lines in files; this one finds the caller's in linecache.
+            import traceback
+
+            traceback.print_exception(type(error), error, error.__traceback__)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
 

@@ -111,9 +111,7 @@ class Call:
 
 
 @contextmanager
-def carried(
-    call: Call, *, python: bool, image_env: Iterable[str] = ()
-) -> Iterator[tuple[tuple[bytes, ...], str]]:
+def carried(call: Call, *, python: bool, image_env: Iterable[str] = ()) -> Iterator[tuple[tuple[bytes, ...], str]]:
     """How a call gets inside: what to write to the client's stdin, and the path for ``--env-file`` (``""`` for none).
 
     An image without Python has no loader: its calls are argv only, stdin is the call's own, and the environment goes by a

@@ -10,8 +10,8 @@ import structlog
 from executor.attached import Attached, run_attached
 from executor.call import Call, carried, new_token
 from executor.docker import classify
-from executor.engine import Engine, ImageInfo
-from executor.outcome import KILL_CODE, LIMIT_SIGNAL_CODE, exec_result
+from executor.engine import Engine, ImageInfo, NameTaken
+from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, exec_result, never_began
 from executor.profile import ContainerProfile, Identity
 from executor.result import CallResult, EmberpoolError, ProfileMismatch, SandboxDied
 from executor.watch import EventHub, Watch
@@ -20,6 +20,8 @@ log = structlog.get_logger("emberpool.cold")
 
 REMOVE_TIMEOUT = 20.0
 GONE_PATIENCE = 2.0
+RUN_FAILED = 125
+"""The status with which an engine's `run` says that it made no container, or could not start it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
         )
     watch = hub.watch(spec.identity.name)
     argv = call.client_argv(new_token()) if spec.python else call.argv
+    ours = True
     try:
         with carried(call, python=spec.python, image_env=(*spec.image.env, *spec.profile.env)) as (stdin, env_file):
             args = spec.profile.run_args(spec.image.id, *argv, identity=spec.identity, env_file=env_file)
@@ -51,10 +54,14 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
                 engine, args, stdin=stdin, timeout=call.timeout, max_output=call.max_output,
                 over=anyio.Event(), died=watch.died,
             )  # fmt: skip
-        await _gone(engine, watch, patient=end.ended_by != "deadline")
+        # Where the name is another container's, nothing was made, and a removal by name would end that other one.
+        ours = watch.created or end.code != RUN_FAILED or not isinstance(_refused(end), NameTaken)
+        if ours:
+            await _gone(engine, watch, patient=end.ended_by != "deadline")
         return _outcome(end, watch, spec)
     finally:
-        await _gone(engine, watch, patient=False)
+        if ours:
+            await _gone(engine, watch, patient=False)
         hub.forget(spec.identity.name)
 
 
@@ -68,9 +75,15 @@ def _outcome(end: Attached, watch: Watch, spec: ColdSpec) -> CallResult:
         limits, cpus = spec.profile.limits, max(1.0, spec.profile.cpus or 1.0)
         cpu = limits.cpu_seconds is not None and end.duration * cpus >= limits.cpu_seconds
         return exec_result(end, exit_code=watch.exit_code, oom=oom, cpu=cpu and watch.exit_code == LIMIT_SIGNAL_CODE)
+    if not watch.started and not spec.python and end.code in (CANNOT_RUN, NOT_FOUND):
+        return never_began(end)
     if not watch.started and end.code:
-        raise classify(bytes(end.stderr.kept), end.code, "starting a cold call")
+        raise _refused(end)
     raise SandboxDied("the engine was lost while the cold call ran; what the code did is unknown", cause="engine")
+
+
+def _refused(end: Attached) -> EmberpoolError:
+    return classify(bytes(end.stderr.kept), end.code or 0, "starting a cold call")
 
 
 async def _gone(engine: Engine, watch: Watch, *, patient: bool) -> None:

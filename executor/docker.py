@@ -119,7 +119,7 @@ class CommandLineEngine:
         if errors := raw.get("ServerErrors"):
             raise classify(str(errors[0]).encode(), 1, "asking the engine what it is")
         info = _podman_info(raw) if self.endpoint.kind == "podman" else _docker_info(raw)
-        return EngineInfo(kind=self.endpoint.kind, endpoint=self.endpoint.found, **info)
+        return EngineInfo(kind=self.endpoint.kind, endpoint=self.endpoint.found, private=self.endpoint.private, **info)
 
     async def image(self, reference: str) -> ImageInfo:
         raw = await self._json("image", "inspect", "--", reference, doing=f"looking up image {reference[:200]}")

@@ -44,6 +44,7 @@ class EngineInfo:
     data_root: str = ""
     time: str = ""
     warnings: tuple[str, ...] = ()
+    private: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

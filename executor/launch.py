@@ -10,9 +10,10 @@ import structlog
 
 from executor import daemon, process
 from executor.debian import Report, install, system_environment
-from executor.docker import CommandLineEngine, Endpoint
+from executor.docker import CommandLineEngine
 from executor.engine import EngineInfo
 from executor.leftovers import sweep_containerd
+from executor.locate import private_endpoint
 from executor.paths import EnginePaths
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable
 
@@ -24,12 +25,6 @@ STOP_GRACE = 30.0
 _DOCKERD = "/usr/sbin/dockerd"
 _START_TIMEOUT = 60.0
 _LOG_TAIL = 2_000
-
-
-def private_endpoint(paths: EnginePaths) -> Endpoint:
-    """How the private engine is reached."""
-    words = ("--host", paths.url)
-    return Endpoint("docker", words=words, found=f"private engine at {paths.socket}", private=True)
 
 
 async def ensure_dockerd(report: Report) -> str:

@@ -1,7 +1,7 @@
 """Find the engine: what the operator named, or else the first that answers.
 
-A named engine (``binary``, ``DOCKER_HOST``, ``CONTAINER_HOST``) is the only candidate: when it does not answer, that is an
-error and never a reason to run elsewhere.
+A named engine (``EMBERPOOL_ENGINE_HOME``, ``binary``, ``DOCKER_HOST``, ``DOCKER_CONTEXT``) is the only candidate: when it
+does not answer, that is an error and never a reason to run elsewhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import structlog
 
 from executor.docker import CommandLineEngine, Endpoint
 from executor.engine import EngineInfo
-from executor.paths import engine_paths
+from executor.paths import ENGINE_HOME, EnginePaths, engine_paths
 from executor.result import EmberpoolError, EngineUnavailable
 
 log = structlog.get_logger("emberpool.engine")
@@ -22,8 +22,17 @@ log = structlog.get_logger("emberpool.engine")
 _PROBE_TIMEOUT = 10.0
 
 
+def private_endpoint(paths: EnginePaths) -> Endpoint:
+    """How the private engine is reached."""
+    words = ("--host", paths.url)
+    return Endpoint("docker", words=words, found=f"private engine at {paths.socket}", private=True)
+
+
 def candidates(binary: str = "") -> Iterator[Endpoint]:
     """The endpoints worth asking, best first. ``binary`` narrows the search to that command."""
+    if os.environ.get(ENGINE_HOME):
+        yield private_endpoint(engine_paths())
+        return
     docker = binary if "podman" not in binary.rpartition("/")[2] else ""
     docker = docker or ("" if binary else "docker")
     podman = "" if docker and binary else (binary or "podman")
@@ -36,10 +45,8 @@ def candidates(binary: str = "") -> Iterator[Endpoint]:
         yield Endpoint(docker, found=f"docker context {context or 'in use'}")
         if context:
             return
-        socket = engine_paths().socket
-        if socket.exists():
-            words = ("--host", f"unix://{socket}")
-            yield Endpoint(docker, words=words, found=f"private engine at {socket}", private=True)
+        if engine_paths().socket.exists():
+            yield private_endpoint(engine_paths())
     if podman and shutil.which(podman):
         yield Endpoint(podman, kind="podman", found="podman")
 

@@ -9,6 +9,24 @@ from executor.result import CallResult
 
 LIMIT_SIGNAL_CODE = 128 + int(getattr(signal, "SIGXCPU", 24))
 KILL_CODE = 128 + 9
+CANNOT_RUN, NOT_FOUND = 126, 127
+
+
+def never_began(end: Attached) -> CallResult:
+    """The result of a program that the engine could not start in a sound container: what a shell would answer.
+
+    The runtime's message stands on either stream, by the engine's version; the code itself has written nothing.
+    """
+    said = bytes(end.stdout.kept) + bytes(end.stderr.kept)
+    missing = b"not found" in said or b"no such file or directory" in said
+    return CallResult(
+        exit_code=NOT_FOUND if missing else CANNOT_RUN,
+        stdout=b"",
+        stderr=said,
+        stdout_total=0,
+        stderr_total=end.stdout.total + end.stderr.total,
+        duration=end.duration,
+    )
 
 
 def exec_result(

@@ -19,8 +19,8 @@ from executor import daemon, leftovers
 from executor.debian import Report, is_root, release
 from executor.docker import CommandLineEngine, Endpoint
 from executor.engine import EngineInfo
-from executor.launch import STOP_GRACE, ensure_dockerd, private_endpoint, start
-from executor.locate import find_engine
+from executor.launch import STOP_GRACE, ensure_dockerd, start
+from executor.locate import find_engine, private_endpoint
 from executor.locks import exclusive, holders, private_directory, try_lock
 from executor.paths import EnginePaths, engine_home, engine_paths
 from executor.result import EmberpoolError, EngineUnavailable
@@ -60,20 +60,6 @@ class EngineStatus:
     problem: str = ""
 
 
-async def wanted_engine() -> tuple[CommandLineEngine, EngineInfo]:
-    """The engine to use: the private one alone where ``EMBERPOOL_ENGINE_HOME`` is set, else the first that answers.
-
-    Raises ``EngineUnavailable``.
-    """
-    if _home():
-        engine = CommandLineEngine(private_endpoint(_paths()))
-        try:
-            return engine, await engine.info()
-        except EngineUnavailable as error:
-            raise EngineUnavailable(f"{error}. `emberpool engine up` starts it", retry_after=2.0) from error
-    return await find_engine()
-
-
 async def up(report: Report) -> EngineUp:
     """Make sure that an engine answers: use one that does, or else start the private one, installing it first.
 
@@ -82,7 +68,7 @@ async def up(report: Report) -> EngineUp:
     """
     paths = _paths()
     try:
-        engine, info = await wanted_engine()
+        engine, info = await find_engine()
         return EngineUp(endpoint=engine.endpoint, info=info, started=False)
     except EngineUnavailable as error:
         _check_host(error, paths)
@@ -132,7 +118,7 @@ async def status() -> EngineStatus:
     pid = None if running is None else running.pid
     pools = tuple(holders(paths.users_file))
     try:
-        engine, info = await wanted_engine()
+        engine, info = await find_engine()
     except EmberpoolError as error:
         return EngineStatus(answers=False, pid=pid, pools=pools, problem=str(error))
     return EngineStatus(

@@ -122,7 +122,8 @@ class ContainerProfile:
 
     def run_args(self, image: str, *argv: str, identity: Identity | None = None, env_file: str = "") -> list[str]:
         """The argv (without the engine's binary) of a disposable container that runs ``argv`` attached to stdin."""
-        additions = ["--entrypoint", "", *_identity_args(identity)]
+        # The kernel spares a namespace's PID 1 the signals that it does not handle, SIGXCPU among them: code needs an init.
+        additions = ["--entrypoint", "", *_identity_args(identity), "--init"]
         if env_file:
             additions += ["--env-file", env_file]
         return [*self._flags(), *additions, *self._tail(image, argv)]

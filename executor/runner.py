@@ -8,21 +8,25 @@ A call's process is a child that was forked ahead of the call and waits for it; 
 this file, and there becomes the caller's code. The runner itself never comes back.
 """
 
-import gc
-import json
-import os
-import resource
-import select
-import signal
 import sys
-import time
 
-BASELINE = frozenset(sys.modules) - {"json", "resource", "select", "signal", "time", "gc"}
+BASELINE = frozenset(sys.modules)  # what a fresh interpreter holds; the rest is taken away before a call's code begins
+
+import atexit  # noqa: E402
+import gc  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import resource  # noqa: E402
+import select  # noqa: E402
+import signal  # noqa: E402
+import time  # noqa: E402
+import weakref  # noqa: E402
 
 # Frames, as executor.frames has them: type, sequence number, length, payload.
 CALL, INPUT, INPUT_END, CREDIT, CANCEL, LEAVE = 1, 2, 3, 4, 5, 6
 HELLO, ARMED, OUT, ERR, TAKEN, DONE, CLEAN, DIRTY, POISONED = 17, 18, 19, 20, 21, 22, 23, 24, 25
 HEADER = 9
+ASK = 3  # the descriptor on which a waiting child is given its call
 CHUNK = 65536
 MAX_FRAME = 1 << 26
 BUFFERED = 1 << 18  # bytes that wait for the host before the runner stops reading the call's output
@@ -80,6 +84,9 @@ def own_limits():
 
 
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
+
+
+KEPT = set()  # modules that the operator had preloaded: the one difference that was asked for
 
 
 class Cgroup:
@@ -217,10 +224,10 @@ class Runner:
 
     def serve(self, child, payload, frames):
         """Carry one call out; everything that is said about it. Ends when its main process has."""
-        request = json.loads(payload)
         began = time.monotonic()
-        call = Served(self, child, request, began)
-        child.give(payload)
+        size = int.from_bytes(payload[:4], "big")
+        call = Served(self, child, json.loads(payload[4 : 4 + size]), began)
+        child.give(payload[4 + size :])
         while True:
             for kind, seq, data in frames:
                 if seq == self.seq:
@@ -291,7 +298,7 @@ class Served:
         self.sources = {child.out: OUT, child.err: ERR}
         self.stopping = None
         self.killed = self.timed_out = self.cancelled = False
-        self.status = self.usage = None
+        self.status, self.cpu_seconds, self.max_rss = None, 0.0, 0
         self.ooms = runner.cgroup.oom_kills()
 
     def take(self, kind, data):
@@ -341,7 +348,8 @@ class Served:
         return max(left, 0.05)
 
     def ended(self, status, usage):
-        self.status, self.usage = status, usage
+        self.status = status
+        self.cpu_seconds, self.max_rss = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
     def readable(self, stream):
         credit = self.credit[stream]
@@ -428,8 +436,8 @@ class Served:
             "oom": None if ooms is None or self.ooms is None else ooms > self.ooms,
             "stdout_total": self.total[OUT],
             "stderr_total": self.total[ERR],
-            "cpu_seconds": self.usage.ru_utime + self.usage.ru_stime,
-            "max_rss": self.usage.ru_maxrss * 1024,
+            "cpu_seconds": self.cpu_seconds,
+            "max_rss": self.max_rss,
             "duration": time.monotonic() - self.began,
         }
 
@@ -478,8 +486,9 @@ def fork_ahead(libc):
     # Everything but its own four pipes goes before anyone may look: close-on-exec does not act on a fork.
     for fd, place in ((in_r, 0), (out_w, 1), (err_w, 2)):
         os.dup2(fd, place)
-    ask = os.dup2(ask_r, 3, inheritable=False) if ask_r != 3 else 3
-    os.closerange(4, 65536)
+    if ask_r != ASK:
+        os.dup2(ask_r, ASK, inheritable=False)
+    os.closerange(4, min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     libc.unprotect()
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
@@ -498,14 +507,14 @@ def await_call():
     def exactly(size):
         data = bytearray()
         while len(data) < size:
-            chunk = os.read(3, min(size - len(data), 1 << 20))
+            chunk = os.read(ASK, min(size - len(data), 1 << 20))
             if not chunk:
                 os._exit(0)  # the runner has ended, and so there will be no call
             data += chunk
         return bytes(data)
 
     request = json.loads(exactly(int.from_bytes(exactly(4), "big")))
-    os.close(3)
+    os.close(ASK)
     gc.enable()
     if request["cpu_seconds"]:
         hard = request["cpu_seconds"] + 1
@@ -515,6 +524,89 @@ def await_call():
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     return request
+
+
+def become_main(source):
+    """Make the interpreter look as if it had been started with a file that holds ``source``; its compiled code.
+
+    The file is real, if nameless, so that tracebacks, ``inspect`` and the processes of ``multiprocessing`` can open it.
+    """
+    import types
+
+    data = source.encode("utf-8")
+    fd = os.memfd_create("call.py")
+    written = 0
+    while written < len(data):
+        written += os.write(fd, data[written:])
+    os.lseek(fd, 0, os.SEEK_SET)
+    name = "/proc/%d/fd/%d" % (os.getpid(), fd)
+    for module in set(sys.modules) - BASELINE - KEPT:
+        del sys.modules[module]
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=__builtins__, __file__=name, __cached__=None, __annotations__={})
+    del main.__spec__, main.__package__
+    main.__spec__ = main.__package__ = None
+    loader = sys.modules["_frozen_importlib_external"].SourceFileLoader("__main__", name)
+    main.__loader__ = loader
+    sys.modules["__main__"] = main
+    sys.argv = [name]
+    if hasattr(sys, "orig_argv"):
+        sys.orig_argv = ["python3", "-I", "-B", name]
+    return main
+
+
+def show(error, below):
+    """Show an uncaught exception as the interpreter does, without the frames of this file."""
+    trace = error.__traceback__
+    for _ in range(below):
+        trace = trace.tb_next if trace is not None else None
+    error = error.with_traceback(trace)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    sys.excepthook(type(error), error, trace)
+
+
+def leave(code):
+    """End the process as the interpreter would, without taking it apart where nobody could tell.
+
+    Taking an interpreter apart writes to most of its pages, which a forked process first has to copy: more than half of a
+    short call's time. It is only observable through finalizers, weak references' callbacks and suspended generators, so
+    where any object made since the fork may have one, this returns and the interpreter does it all.
+    """
+    if code is not None and not isinstance(code, int):
+        return
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        threading._shutdown()
+    if atexit._ncallbacks():
+        atexit._run_exitfuncs()
+    objects = gc.get_objects()
+    if len(objects) > 20000:
+        return
+    reference, kind = type(_REFERENCE), type
+    for thing in objects:
+        made = kind(thing)
+        if made is reference:
+            # Callbacks that are built in only tidy caches, such as those of abstract base classes.
+            if thing.__callback__ is not None and kind(thing.__callback__) is not kind(len):
+                return
+        elif hasattr(made, "__del__") or (made is kind and "__del__" in thing.__dict__):
+            return
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        return  # the interpreter says what there is to say
+    os._exit((code or 0) & 255)
+
+
+class _Anchor:
+    pass
+
+
+_ANCHOR = _Anchor()
+_REFERENCE = weakref.ref(_ANCHOR)
 
 
 def run(config):
@@ -554,7 +646,9 @@ def run(config):
         if asked is None:
             break
         if asked is False or own_limits() != limits:
-            runner.send(POISONED, b"the waiting process was killed" if asked is False else b"the runner's limits changed")
+            runner.send(
+                POISONED, b"the waiting process was killed" if asked is False else b"the runner's limits changed"
+            )
             runner.flush_all()
             break
         call = runner.serve(child, *asked)
@@ -576,11 +670,13 @@ def run(config):
 def warm_up(preload, facts):
     """Pay once, before any fork, for what every call would pay: the parser's types, the imports, a clean heap."""
     exec(compile("def _warm(x):\n    return [i for i in range(x)]\n_warm(3)\n", "<warm>", "exec"), {})
+    before = set(sys.modules)
     for name in preload:
         try:
             __import__(name)
         except BaseException as error:
             facts["problem"] = "preload %s: %r" % (name, error)
+    KEPT.update(set(sys.modules) - before)
     if len(os.listdir("/proc/self/task")) > 1:
         facts["problem"] = "a preloaded module left a thread"
     gc.collect()
@@ -599,3 +695,24 @@ if "argv" in _request:
     except OSError as _error:
         os.write(2, os.fsencode("%s: %s\n" % (_request["argv"][0], os.strerror(_error.errno or 0))))
         os._exit(NOT_FOUND if isinstance(_error, (FileNotFoundError, NotADirectoryError)) else CANNOT_RUN)
+else:
+    _main = become_main(_request["code"])
+    try:
+        _code = compile(_request["code"], sys.argv[0], "exec")
+    except BaseException as _error:
+        show(_error, below=9)
+        raise SystemExit(1) from None
+    try:
+        exec(_code, _main.__dict__)
+    except SystemExit as _error:
+        leave(_error.code)
+        raise
+    except BaseException as _error:
+        show(_error, below=1)
+        if isinstance(_error, KeyboardInterrupt):
+            sys.excepthook = lambda *_: None  # it has been shown; the interpreter still ends by SIGINT, as it should
+            raise
+        leave(1)
+        raise SystemExit(1) from None
+    else:
+        leave(0)

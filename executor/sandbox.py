@@ -9,11 +9,11 @@ import structlog
 
 from executor.attached import Attached, run_attached
 from executor.call import Call, carried, new_token
+from executor.docker import classify
 from executor.engine import ContainerGone, Engine, ImageInfo
-from executor.outcome import KILL_CODE, LIMIT_SIGNAL_CODE, exec_result
+from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, exec_result, never_began
 from executor.profile import ContainerProfile, Identity, exec_args
 from executor.result import CallResult, EmberpoolError, EngineFailed, EngineUnavailable, ProfileMismatch, SandboxDied
-from executor.docker import classify
 from executor.verify import check_inside, check_inspect, probe_argv, require
 from executor.watch import EventHub, ExecWatch, Watch
 
@@ -96,6 +96,8 @@ class Sandbox:
             await self._first_of(watch.ended, self._watch.died)
         if watch.exit_code == KILL_CODE and not await self._survived():
             raise self._died(started=True)
+        if watch.exit_code is None and await self._never_began(end, watch):
+            return never_began(end)
         if watch.exit_code is None:
             raise await self._no_exit(end, watch)
         if end.ended_by == "over":
@@ -108,6 +110,11 @@ class Sandbox:
             oom=self._watch.ooms > ooms,
             cpu=cpu and watch.exit_code == LIMIT_SIGNAL_CODE,
         )
+
+    async def _never_began(self, end: Attached, watch: ExecWatch) -> bool:
+        """Whether the engine made the exec and then could not start its program: no event tells of that one."""
+        refused = end.ended_by == "client" and end.code in (CANNOT_RUN, NOT_FOUND) and watch.created
+        return refused and not self.python and self._hub.connected and await self._survived()
 
     async def _no_exit(self, end: Attached, watch: ExecWatch) -> EmberpoolError:
         """The error of an exec of which no event told an exit status."""

@@ -204,9 +204,10 @@ def _inside_points(files: Mapping[str, str], profile: ContainerProfile, user: st
     mounts = dict(_mount_rows(files["/proc/self/mountinfo"]))
     yield point("root inside", "ro", _mode(mounts.get("/")))
     tmp = mounts.get("/tmp", frozenset())  # noqa: S108 - the container's own /tmp
-    yield point("/tmp inside", ["noexec", "nosuid", "rw"], sorted(tmp & {"noexec", "nosuid", "rw"}))
-    yield point("/tmp size", f"size={profile.tmpfs_mb * 1024}k", next((o for o in tmp if o.startswith("size=")), None))
-    mine = {target for _, target, writable in mount_facts(profile, "") if writable} | {"/tmp"}  # noqa: S108
+    yield point("tmpfs inside", ["noexec", "nosuid", "rw"], sorted(tmp & {"noexec", "nosuid", "rw"}))
+    yield point("tmpfs size", f"size={profile.tmpfs_mb * 1024}k", next((o for o in tmp if o.startswith("size=")), None))
+    # The root has a point of its own.
+    mine = {target for _, target, writable in mount_facts(profile, "") if writable} | {"/tmp", "/"}  # noqa: S108
     writable = sorted(
         place for place, options in mounts.items()
         if "rw" in options and place not in mine and place not in _WRITABLE_SYSTEM and "masked" not in options

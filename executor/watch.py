@@ -18,7 +18,7 @@ class ExecWatch:
     """One exec, recognised by its command line: whether it was created, and how it ended."""
 
     def __init__(self, command: str) -> None:
-        self.command = command
+        self.command = command.rstrip(" ")
         self.exec_id = ""
         self.exit_code: int | None = None
         self.ended = anyio.Event()
@@ -68,7 +68,8 @@ class Watch:
             self.destroyed.set()
         elif event.action == "exec_create":
             for watch in self._execs:
-                if not watch.exec_id and watch.command == event.detail:
+                # Docker writes a space after a program without arguments.
+                if not watch.exec_id and watch.command == event.detail.rstrip(" "):
                     watch.exec_id = event.exec_id
                     break
         elif event.action == "exec_die":

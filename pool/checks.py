@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +36,26 @@ def line(text: object) -> str:
     return " ".join(str(text).split())
 
 
+def nested(mounts: Sequence[str], *, source: bool = False) -> list[str]:
+    """The mounts whose target (or ``source``) lies inside that of another one which tool code may write."""
+    parts = [spec.split(":") for spec in mounts]
+    paths = [posixpath.normpath(part[0 if source else 1]) for part in parts]
+    writable = ["ro" not in ",".join(part[2:]).split(",") for part in parts]
+    return [
+        spec
+        for spec, path in zip(mounts, paths, strict=True)
+        if any(free and path.startswith(f"{outer}/") for outer, free in zip(paths, writable, strict=True))
+    ]
+
+
 def host_checks(settings: Settings) -> list[Check]:
     """The configuration against this host: paths and commands. Memory is the engine's to tell."""
     problems = [text for text in check_host(settings, _ENDLESS) if not text.startswith(_MEMORY)]
+    problems += [
+        f"sandbox.mounts: the source of {spec} lies inside a writable mount's; tool code can put a link to any place of "
+        "the host there, and the next sandbox mounts that"
+        for spec in nested(settings.sandbox.mounts, source=True)
+    ]
     if problems:
         return [Check("host", "fail", line(text), "correct the configuration or the host") for text in problems]
     return [Check("host", "ok", "mount sources, seccomp profile and engine command of the configuration are there")]
@@ -101,9 +119,9 @@ def runc_checks(version: str, judged: Sequence[Judgement]) -> list[Check]:
         upgrade = f"upgrade runc ({', '.join(escape.fixed)} or later, or a package that names it)"
         if judgement.blocks:
             text += "; blocked here: " + "; ".join(GUARDS[guard] for guard in judgement.blocks)
-        elif "no writable mount" in escape.blocked_by:
-            text += "; nothing here blocks it: sandbox.mounts has a writable mount"
-            upgrade += ", or mount with :ro"
+        elif "no nested mount" in escape.blocked_by:
+            text += "; nothing here blocks it: sandbox.mounts has a target inside a writable mount"
+            upgrade += ", or move that target, or mount the outer one with :ro"
         else:
             text += "; nothing here blocks it"
         checks.append(Check(escape.cve, judgement.status, text, upgrade))
@@ -125,5 +143,5 @@ def probe_checks(found: Probed) -> list[Check]:
     if found.left:
         names = " ".join(found.left)
         text = f"not confirmed gone: {names}; what runs in it ends by itself within {LIFETIME:g} s"
-        checks.append(Check("probe", "warn", text, f"remove it: docker rm -f {names}"))
+        checks.append(Check("probe", "warn", text, "look for it with the engine's `ps -a`, and remove it with `rm -f`"))
     return checks

@@ -10,7 +10,9 @@ from pool import logs
 from pool.cli_config import config_app
 from pool.cli_engine import engine_app, image_app
 
-app = typer.Typer(no_args_is_help=True, help="A warm pool of hardened containers for tool code that nobody should trust.")
+app = typer.Typer(
+    no_args_is_help=True, help="A warm pool of hardened containers for tool code that nobody should trust."
+)
 app.add_typer(config_app, name="config")
 app.add_typer(engine_app, name="engine")
 app.add_typer(image_app, name="image")

@@ -17,6 +17,7 @@ from rich.markup import escape
 from executor import private
 from executor.debian import Report
 from executor.image import DEFAULT_IMAGE, ensure_image
+from executor.locate import find_engine
 from executor.result import EmberpoolError
 
 engine_app = typer.Typer(no_args_is_help=True, help="The container engine: find one, or run a private one.")
@@ -69,7 +70,7 @@ def image_build(
     """Pull the image, or build the default one from the distribution's packages where no registry can be reached."""
 
     async def build(report: Report) -> str:
-        engine, _ = await private.wanted_engine()
+        engine, _ = await find_engine()
         made = await ensure_image(engine, image, report, rebuild=rebuild)
         return f"image {image} ready: {made.id.removeprefix('sha256:')[:12]}, {made.size / 1e6:.0f} MB"
 

@@ -112,8 +112,7 @@ class _Examination:
             return [Check("runtime", "warn", text, "follow its own security advisories")]
         version = runc_version(info.runtime_version)
         package = await _in_thread(partial(surroundings.runc_package, version, self._changelogs))
-        writable = any("ro" not in ",".join(spec.split(":")[2:]).split(",") for spec in box.mounts)
-        held = guards(writable_mounts=writable, kind=info.kind, rootless=info.rootless)
+        held = guards(nested_mounts=bool(checks.nested(box.mounts)), kind=info.kind, rootless=info.rootless)
         return checks.runc_checks(version, judge(version, package, held))
 
     async def _find_image(self) -> list[Check]:
@@ -188,7 +187,7 @@ async def _guarded(name: str, work: _Work, remedy: str = "", *, patience: float 
 
 
 async def _in_thread(look: Callable[[], _T]) -> _T:
-    # A directory service or a network disk can hang; its thread is then left behind, and the check fails by its deadline.
+    # A directory service or a network disk can hang: its thread is left behind, and the check fails by its deadline.
     return await anyio.to_thread.run_sync(look, abandon_on_cancel=True)
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["fixed", "open", "unknown"]
-Guard = Literal["non-root", "workdir", "no terminal", "no writable mount", "trusted image", "docker", "rootless"]
+Guard = Literal["non-root", "workdir", "no terminal", "no nested mount", "trusted image", "docker", "rootless"]
 
 GUARDS: Mapping[Guard, str] = {
     "non-root": "PID 1 and calls have a uid that is not 0, no capabilities and no-new-privileges",
     "workdir": "the working directory is the profile's own /tmp and `exec -w` is never used",
     "no terminal": "no container gets a terminal, so nothing is mounted at /dev/console",
-    "no writable mount": "no writable mount is shared between containers, and no caller chooses one",
+    "no nested mount": "nothing is mounted inside a writable mount, so tool code can move no mount target",
     "trusted image": "the image is the operator's own, run by its ID and never pulled for a call",
     "docker": "docker puts a layer of its own over the image's /dev",
     "rootless": "the engine is rootless, so runc itself cannot write the host's /proc",
@@ -40,33 +40,33 @@ class Escape:
 
 ESCAPES: Sequence[Escape] = (
     Escape("CVE-2019-5736", "root in a container overwrites the host's runc", ("1.0.0-rc7",), ("non-root",)),
-    Escape("CVE-2021-30465", "a mount target is swapped for a link", ("1.0.0-rc95",), ("no writable mount",)),
+    Escape("CVE-2021-30465", "a mount target is swapped for a link", ("1.0.0-rc95",), ("no nested mount",)),
     Escape(
         "CVE-2023-27561", "a linked /proc misplaces runc's own setup", ("1.1.5",),
-        ("trusted image", "no writable mount"), since="1.0.0-rc95",
+        ("trusted image", "no nested mount"), since="1.0.0-rc95",
     ),
     Escape(
         "CVE-2023-28642", "a linked /proc turns AppArmor off", ("1.1.5",),
-        ("trusted image", "no writable mount"), since="1.0.0-rc95",
+        ("trusted image", "no nested mount"),
     ),
     Escape(
         "CVE-2024-21626", "a working directory under /proc/self/fd leads to the host", ("1.1.12",), ("workdir",),
         since="1.0.0-rc93",
     ),
     Escape(
-        "CVE-2024-45310", "a race makes empty files on the host", ("1.1.14", "1.2.0-rc.3"), ("no writable mount",)
+        "CVE-2024-45310", "a race makes empty files on the host", ("1.1.14", "1.2.0-rc.3"), ("no nested mount",)
     ),
     Escape(
         "CVE-2025-31133", "a linked /dev/null unmasks /proc", ("1.2.8", "1.3.3", "1.4.0-rc.3"),
-        ("non-root", "no writable mount"),
+        ("non-root", "no nested mount"),
     ),
     Escape(
         "CVE-2025-52565", "a linked /dev/pts entry is mounted at /dev/console", ("1.2.8", "1.3.3", "1.4.0-rc.3"),
-        ("non-root", "no terminal", "no writable mount"), since="1.0.0-rc3",
+        ("non-root", "no terminal", "no nested mount"), since="1.0.0-rc3",
     ),
     Escape(
         "CVE-2025-52881", "runc's own writes to /proc are redirected", ("1.2.8", "1.3.3", "1.4.0-rc.3"),
-        ("no writable mount", "rootless"),
+        ("no nested mount", "rootless"),
     ),
     Escape(
         "CVE-2026-41579", "a linked /dev makes and removes links on the host", ("1.3.6", "1.4.3", "1.5.0-rc.3"),
@@ -77,12 +77,19 @@ ESCAPES: Sequence[Escape] = (
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A distribution's package of runc: its ``version``, the CVEs that its changelog names, and whether all of that
-    changelog was there (``whole``): only then does silence mean that a CVE is open."""
+    """A distribution's package of runc: its ``version`` and the CVEs that its changelog names.
+
+    Distributions cut old entries off. ``oldest`` is the year of the oldest entry that is left, 0 where none was cut;
+    only for a CVE of a later year does silence mean that it is open.
+    """
 
     version: str
     cves: frozenset[str]
-    whole: bool
+    oldest: int = 0
+
+    def silent(self, cve: str) -> bool:
+        """Whether the changelog would name ``cve`` if it were fixed, and does not."""
+        return cve not in self.cves and int(cve.split("-")[1]) > self.oldest
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +108,11 @@ class Judgement:
         return "warn" if self.blocks else "fail"
 
 
-def guards(*, writable_mounts: bool, kind: str, rootless: bool) -> frozenset[Guard]:
-    """The guards that hold for an engine of ``kind`` and for settings with or without writable mounts."""
+def guards(*, nested_mounts: bool, kind: str, rootless: bool) -> frozenset[Guard]:
+    """The guards that hold for an engine of ``kind``, and settings that mount inside a writable mount or do not."""
     held: set[Guard] = {"non-root", "workdir", "no terminal", "trusted image"}
-    if not writable_mounts:
-        held.add("no writable mount")
+    if not nested_mounts:
+        held.add("no nested mount")
     if kind == "docker":
         held.add("docker")
     if rootless:
@@ -140,9 +147,9 @@ def _state(
         return "fixed", "by the package's revision"
     if _UPSTREAM.fullmatch(version):
         return "open", f"first fixed in {' and '.join(escape.fixed)}"
-    if package is not None and package.whole:
+    if package is not None and package.silent(escape.cve):
         return "open", "the package's changelog does not name it"
-    return "unknown", "the distribution may have fixed it; its changelog for this revision is not on this host"
+    return "unknown", "the distribution may have fixed it; no changelog of this very revision here tells"
 
 
 def _released(escape: Escape, numbers: tuple[int, int, int, int]) -> bool:
@@ -182,6 +189,7 @@ def runc_version(said: str) -> str:
 
 
 _HEADING = re.compile(r"[a-z0-9][a-z0-9.+-]* \(([^()\s]+)\) ")
+_SIGNED = re.compile(r"(?m)^ -- .*>  \w{3}, +\d{1,2} \w{3} (\d{4}) ")
 _CVE = re.compile(r"CVE-\d{4}-\d{4,}")
 
 
@@ -190,5 +198,6 @@ def read_changelog(text: str) -> Package | None:
     heading = _HEADING.match(text)
     if heading is None:
         return None
-    cut = "# For older changelog entries" in text or "# Older entries have been removed" in text
-    return Package(heading[1], frozenset(_CVE.findall(text)), whole=not cut)
+    years = [int(year) for year in _SIGNED.findall(text)]
+    cut = any(mark in text for mark in ("Older entries have been removed", "For older changelog entries"))
+    return Package(heading[1], frozenset(_CVE.findall(text)), oldest=min(years, default=9999) if cut else 0)

@@ -95,11 +95,14 @@ class StateDirectory:
         for file in files:
             if file.name.startswith(".new-"):
                 # A write that was cut off: its entry, if there was one, stands beside it.
-                file.unlink()
+                with self._writing():
+                    file.unlink()
                 continue
             name, _, state = file.name.rpartition(".")
             try:
-                content = json.loads(file.read_text("utf-8"))
+                with self._writing():
+                    text = file.read_text("utf-8")
+                content = json.loads(text)
                 if state not in _STATES or content["name"] != name:
                     raise ValueError("its name and its content differ")
                 found.append(

@@ -42,7 +42,7 @@ class EngineLink:
     ) -> None:
         self._settings, self._find, self._pool_id = settings, find, pool_id
         self._hub, self._shop, self._shell = hub, shop, shell
-        self._since = ""
+        self._since, self._up = "", False
         self._seen: set[tuple[int, str, str, str]] = set()
 
     async def run(self) -> None:
@@ -52,8 +52,8 @@ class EngineLink:
             try:
                 await self._round()
             except EmberpoolError as error:
-                lost, self._hub.connected = self._hub.connected, False
-                failures = 1 if lost else failures + 1
+                failures = 1 if self._up else failures + 1
+                self._hub.connected = self._up = False
                 wait = min(_RETRY_CAP, 0.2 * 2.0 ** min(failures, 10)) * (0.5 + 0.5 * self._shell.jitter())
                 log.warning(
                     "pool.engine_down", pool=self._pool_id, reason=error.reason, error=str(error), retry_after=wait
@@ -70,6 +70,7 @@ class EngineLink:
             self._hub.connected = True
             await self._resync(engine)
             log.info("pool.engine_up", pool=self._pool_id, engine=info.endpoint, version=info.version, image=image.id)
+            self._up = True
             self._shell.feed(EngineUp())
             ended: list[EmberpoolError] = []
             async with anyio.create_task_group() as tasks:
@@ -118,8 +119,9 @@ class EngineLink:
         """Heal lost events: what should live and is not running has died; what nobody uses any more is removed."""
         expected = {self._shop.name(n): n for n in self._shell.living()}
         running = {row.name for row in await engine.list(LABEL_POOL, self._pool_id) if row.running}
+        living = set(self._shell.living())
         for name, n in expected.items():
-            if name not in running:
+            if name not in running and n in living:
                 watch = self._hub.watch(name)
                 watch.lost()
                 self._shell.feed(SandboxDied(n, watch.cause, self._shell.jitter()))

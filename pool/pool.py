@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 import anyio
 import structlog
-from anyio.abc import TaskGroup
+from anyio.abc import TaskGroup, TaskStatus
 
 from executor.call import Call
 from executor.cgroups import remove_parent
-from executor.engine import Engine, EngineInfo
+from executor.engine import Engine, EngineInfo, NameTaken
 from executor.locate import find_engine
 from executor.result import CallResult, EmberpoolError, InvalidCall, PoolClosed, PoolUnusable, SandboxDied, StateLost
 from executor.watch import EventHub
@@ -68,7 +68,7 @@ class SandboxPool:
         self._queue: deque[Event] = deque()
         self._feeding = False
         self._random = random.Random()  # noqa: S311 - jitter, not a secret
-        self._entered = False
+        self._entered = self._running = self._over = False
 
     async def __aenter__(self) -> SandboxPool:
         if self._entered:
@@ -79,11 +79,15 @@ class SandboxPool:
         self._shop = Workshop(self.settings, self._directory, self._hub)
         self._link = EngineLink(self.settings, self._find, self._directory.pool_id, self._hub, self._shop, self)
         self._earlier, self._woken = anyio.Event(), float("inf")
+        self._stepped = anyio.current_time()
         self._gone = anyio.Event()
         self._tasks: TaskGroup = anyio.create_task_group()
-        await self._tasks.__aenter__()
-        self._tasks.start_soon(self._link.run)
-        self._tasks.start_soon(self._clock)
+        self._caller: TaskGroup = anyio.create_task_group()
+        await self._caller.__aenter__()
+        # A cancel that comes now is seen at the caller's next checkpoint; torn here, it would keep the lock.
+        with anyio.CancelScope(shield=True):
+            await self._caller.start(self._supervise)
+        self._running = True
         self._log.info("pool.started", instance=self._shop.instance, state_dir=str(self._directory.path))
         return self
 
@@ -100,8 +104,8 @@ class SandboxPool:
         cancelled = error is not None and isinstance(error, anyio.get_cancelled_exc_class())
         try:
             if cancelled:
-                return await self._tasks.__aexit__(kind, error, trace)
-            await self._tasks.__aexit__(None, None, None)
+                return await self._caller.__aexit__(kind, error, trace)
+            await self._caller.__aexit__(None, None, None)
         finally:
             left = sorted(self._shop.names)
             if left:
@@ -198,12 +202,17 @@ class SandboxPool:
     ) -> Call:
         """A checked call under the configuration's ceilings. Raises ``InvalidCall``."""
         limits = self.settings.call
-        if isinstance(argv, str | bytes):
-            raise InvalidCall('argv must be a list of strings, for example ["ls", "-l"], not one string')
+        if argv is not None and not isinstance(argv, list | tuple):
+            kind = type(argv).__name__
+            raise InvalidCall(f'argv must be a list of strings, for example ["ls", "-l"], not {kind}')
+        if env is not None and not isinstance(env, Mapping):
+            raise InvalidCall(f"env must be a mapping of names to values, not {type(env).__name__}")
         wanted = limits.timeout if timeout is None else _timeout(timeout)
         if wanted > limits.timeout:
             raise InvalidCall(f"timeout is {wanted:g} s; at most {limits.timeout:g} s are allowed (call.timeout)")
         kept = limits.max_output if max_output is None else max_output
+        if isinstance(kept, bool) or not isinstance(kept, int):
+            raise InvalidCall(f"max_output must be a whole number of bytes, not {type(kept).__name__}")
         if kept > limits.max_output:
             raise InvalidCall(f"max_output is {kept} bytes; at most {limits.max_output} are allowed (call.max_output)")
         return Call(
@@ -264,13 +273,14 @@ class SandboxPool:
         self._feeding = True
         try:
             while self._queue:
-                for effect in self._state.step(self._queue.popleft(), anyio.current_time()):
+                self._stepped = anyio.current_time()
+                for effect in self._state.step(self._queue.popleft(), self._stepped):
                     self._carry_out(effect)
         finally:
             self._feeding = False
         if self._state.drained:
             self._gone.set()
-        wake = self._state.wake_at(anyio.current_time())
+        wake = self._state.wake_at(self._stepped)
         if wake is not None and wake < self._woken:
             self._earlier.set()
 
@@ -284,9 +294,9 @@ class SandboxPool:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case ev.StartSandbox(n):
-                self._tasks.start_soon(self._start, n)
+                self._spawn(self._start, n)
             case ev.StopSandbox(n, reason):
-                self._tasks.start_soon(self._stop, n, reason)
+                self._spawn(self._stop, n, reason)
             case ev.BindSandbox(n, key):
                 self._bind(n, key)
             case ev.Grant(waiter) | ev.RunCall(waiter) | ev.RunCold(waiter) | ev.Refuse(waiter):
@@ -301,6 +311,24 @@ class SandboxPool:
             case ev.SessionForgotten(key, _, reason):
                 self._log.info("session.forgotten", session=self._directory.session_id(*key), reason=reason)
 
+    def _spawn(self, carry_out: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
+        # A handle may be released after the pool's end; what is left then is the next start's.
+        if not self._over:
+            self._tasks.start_soon(carry_out, *args)
+
+    async def _supervise(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Run all that the pool does by itself. Shielded from the caller's cancel, since its containers have to be
+        removed then too; ``__aexit__`` ends it."""
+        try:
+            async with self._tasks:
+                self._tasks.cancel_scope.shield = True
+                self._tasks.start_soon(self._link.run)
+                self._tasks.start_soon(self._clock)
+                task_status.started()
+        finally:
+            self._over = True
+            self._gone.set()
+
     async def _start(self, n: int) -> None:
         began = anyio.current_time()
         try:
@@ -313,6 +341,12 @@ class SandboxPool:
             box = await self._shop.start(n)
             if box.watch.died.is_set():
                 raise SandboxDied("the sandbox ended right after its start", cause=box.watch.cause)
+        except NameTaken as error:
+            # The name is another's container, which a stop would remove.
+            self._log.error("sandbox.name_taken", sandbox=self._shop.name(n), error=str(error))
+            self._shop.abandon(n)
+            self.feed(ev.SandboxStartFailed(n, fault_of(error), self.jitter()))
+            return
         except EmberpoolError as error:
             self._log.warning("sandbox.start_failed", sandbox=n, reason=error.reason, error=str(error))
             self.feed(ev.SandboxStartUnknown(n, fault_of(error), self.jitter()))
@@ -345,8 +379,8 @@ class SandboxPool:
     async def _clock(self) -> None:
         """Tell the core when time alone changes something."""
         while True:
-            now = anyio.current_time()
-            wake = self._state.wake_at(now)
+            # Asked of the moment of the last step: between that and now, a moment could have passed unseen.
+            wake = self._state.wake_at(self._stepped)
             self._earlier, self._woken = anyio.Event(), float("inf") if wake is None else wake
             with anyio.move_on_at(self._woken):
                 await self._earlier.wait()
@@ -369,12 +403,14 @@ class SandboxPool:
         return self._waiters, place
 
     def _require_open(self) -> None:
-        if not self._entered:
+        if not self._running:
             raise PoolClosed("the pool is not running; use it inside `async with SandboxPool(...)`")
         if self._state.closing:
             raise PoolClosed("the pool is closed")
 
     def _parse_generation(self, generation: str) -> int:
+        if not isinstance(generation, str):
+            raise InvalidCall(f"generation must be a string, not {type(generation).__name__}")
         instance, _, number = generation.rpartition("-")
         if not instance or not number.isdecimal() or len(number) > 18:
             raise InvalidCall(f"generation {generation[:40]!r} must be one that a result or a session told")

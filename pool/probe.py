@@ -40,7 +40,7 @@ _COLD_TIMEOUT = 20.0
 
 @dataclass(slots=True)
 class Probed:
-    """What the probes found: a line each, or the error that refused it. ``left`` names containers not confirmed gone."""
+    """What the probes found: a line each, or the error that refused it. ``left``: containers not confirmed gone."""
 
     sandbox: str = ""
     sandbox_error: Exception | None = None
@@ -72,7 +72,7 @@ async def probe(settings: Settings, engine: Engine, info: EngineInfo, image: Ima
 
 
 def _place(settings: Settings) -> Path | None:
-    """Where the probe's staging stands: beside the pool's own where that exists, since the daemon has to reach it there."""
+    """Where the probe's staging stands: beside the pool's own where that exists; the daemon has to reach it there."""
     pools = settings.pool.state_dir.parent
     try:
         if not pools.stat().st_mode & 0o022:
@@ -146,7 +146,7 @@ class _Bench:
             box = await start_sandbox(self._link.engine, self.hub, spec)
             took = anyio.current_time() - began
             python = "the image has python3" if box.python else "the image has no python3: argv calls only"
-            return f"every point read back equal from the engine and from inside ({took:.1f} s to start); {python}"
+            return f"each point, seccomp too, read back equal from the engine and from inside ({took:.1f} s); {python}"
         finally:
             await self._remove(identity.name)
 

@@ -306,10 +306,10 @@ class PoolState:
         self.health = Health(reachable=True)
 
     def _on_engine_down(self, event: ev.EngineDown, now: float) -> None:
-        self.health.reachable, self.health.fault = False, event.fault
-        self.health.retry_at = now + event.retry_after
+        went_down, self.health.reachable = self.health.reachable, False
+        self.health.fault, self.health.retry_at = event.fault, now + event.retry_after
         # An engine that goes down in order stops its containers first: those deaths were its own, not their sessions'.
-        for session in self.sessions.values():
+        for session in self.sessions.values() if went_down else ():
             session.deaths = [death for death in session.deaths if now - death >= self.policy.engine_grace]
             session.not_before = min(session.not_before, now)
 
@@ -411,6 +411,8 @@ class PoolState:
         health.failures += 1
         health.retry_at = max(health.retry_at, now + self.policy.backoff(health.failures, jitter))
         certain = fault.kind is not RefusalKind.ENGINE_UNAVAILABLE
+        if not health.reachable:
+            return  # what the link last said of the engine is nearer the truth than a start that was cut off by it
         if certain or health.failures >= self.policy.failures_to_open or health.fault is not None:
             health.fault = fault
 

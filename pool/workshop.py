@@ -24,7 +24,7 @@ from executor.profile import (
     Identity,
     Limits,
 )
-from executor.result import CallResult, EngineUnavailable
+from executor.result import CallResult, EmberpoolError, EngineFailed, EngineUnavailable, PoolUnusable
 from executor.sandbox import Sandbox, SandboxSpec, start_sandbox
 from executor.watch import EventHub
 from pool.config import Settings
@@ -97,8 +97,8 @@ class Workshop:
 
     def number(self, name: str) -> int | None:
         """The ``n`` of a sandbox's name; ``None`` for any other container's."""
-        prefix, _, n = name.rpartition("-")
-        return int(n) if n.isdigit() and self.name(0).startswith(f"{prefix}-") else None
+        n = name.rpartition("-")[2]
+        return int(n) if n.isdecimal() and self.name(int(n)) == name else None
 
     @property
     def names(self) -> set[str]:
@@ -167,6 +167,13 @@ class Workshop:
         self._forget(name)
         self.sandboxes.pop(n, None)
 
+    def abandon(self, n: int) -> None:
+        """Forget sandbox ``n`` without touching any container: none was made, its name is another's."""
+        name = self.name(n)
+        self._hub.forget(name)
+        self._users.pop(name, None)
+        self._drop(name)
+
     def _forget(self, name: str) -> None:
         self._hub.forget(name)
         self._state.drop(name)
@@ -191,33 +198,48 @@ class Workshop:
             # Where its absence is not confirmed the entry stays, and the next resync removes the container.
             self._users.pop(name, None)
             if watch.destroyed.is_set():
-                self._state.drop(name)
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        """Drop an entry whose container is gone; one that cannot be dropped now is dropped by the next resync."""
+        try:
+            self._state.drop(name)
+        except PoolUnusable as error:
+            log.warning("pool.entry_stays", sandbox=name, pool=self._state.pool_id, error=str(error))
 
     async def sweep(self) -> int:
         """Remove every container of the ledger that this instance does not use; how many there were.
 
         An entry that knows its container's full ID removes only that; one that does not (its start was cut off) removes
         the container of its name if that carries this pool's label. Nothing else is touched, however it is labelled.
+        What the engine will not remove now stays in the ledger for the next time: one stuck container must not close
+        the pool for all. Raises ``PoolUnusable``.
         """
-        engine, swept = self._require().engine, 0
+        swept = 0
         for entry in self._state.entries():
             if entry.name in self._users:
                 continue
             try:
-                facts = await engine.inspect(entry.name)
-            except ContainerGone:
-                facts = None
-            if facts is not None:
-                labels = (facts.get("Config") or {}).get("Labels") or {}
-                ours = (
-                    facts.get("Id") == entry.container
-                    if entry.container
-                    else labels.get(LABEL_POOL) == self._state.pool_id
-                )
-                if ours:
-                    await engine.remove(entry.name)
-                else:
-                    log.warning("pool.foreign_container", sandbox=entry.name, pool=self._state.pool_id)
+                await self._remove_own(entry)
+            except EmberpoolError as error:
+                log.warning("pool.not_swept", sandbox=entry.name, pool=self._state.pool_id, error=str(error))
+                continue
             self._state.drop(entry.name)
             swept += 1
         return swept
+
+    async def _remove_own(self, entry: Entry) -> None:
+        engine = self._require().engine
+        try:
+            facts = await engine.inspect(entry.name)
+        except ContainerGone:
+            return
+        try:
+            container, labels = str(facts["Id"]), dict(facts["Config"]["Labels"] or {})
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineFailed(f"the engine's record of {entry.name} has an unknown form") from error
+        ours = container == entry.container if entry.container else labels.get(LABEL_POOL) == self._state.pool_id
+        if ours:
+            await engine.remove(container)
+        else:
+            log.warning("pool.foreign_container", sandbox=entry.name, pool=self._state.pool_id)

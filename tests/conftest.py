@@ -1,11 +1,89 @@
-"""Every asynchronous test runs on asyncio and on trio."""
+"""Every asynchronous test runs on asyncio and on trio; a module may choose trio under virtual time instead.
+
+Tests of a real engine take ``engine_settings``: without an engine they are skipped, in CI they fail.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
 import pytest
+
+from executor.engine import Engine
+from executor.locate import find_engine
+from executor.profile import LABEL_POOL
+from executor.result import EmberpoolError
+from pool.config import Settings
+
+ENGINE_IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "")
 
 
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """The backend that AnyIO's plugin runs the test on."""
     return str(request.param)
+
+
+@pytest.fixture
+def state_dir() -> Iterator[Path]:
+    """A place for one pool's state directory, below nothing that every user may write (and of a short path)."""
+    with tempfile.TemporaryDirectory(prefix="ember-", dir="/tmp") as directory:
+        yield Path(directory) / "state"
+
+
+@cache
+def engine_fault() -> str:
+    """Why there is no engine with the image to test on; ``""`` where there is. Asked once in a session."""
+
+    async def ask() -> None:
+        engine, _ = await find_engine()
+        await engine.image(ENGINE_IMAGE or Settings().sandbox.image)
+
+    try:
+        anyio.run(ask)
+    except EmberpoolError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+async def engine_settings(state_dir: Path) -> AsyncIterator[Settings]:
+    """Settings of a small pool of its own on the real engine; afterwards none of its containers may be left."""
+    fault = await anyio.to_thread.run_sync(engine_fault)
+    if fault:
+        if os.environ.get("EMBERPOOL_CI"):
+            pytest.fail(f"CI needs a container engine: {fault}")
+        pytest.skip(fault)
+    sandbox: dict[str, Any] = {"image": ENGINE_IMAGE} if ENGINE_IMAGE else {}
+    settings = Settings(
+        sandbox=sandbox,
+        pool={
+            "name": f"test-{secrets.token_hex(4)}",
+            "state_dir": state_dir,
+            "min_standby": 0,
+            "max_sandboxes": 3,
+            "overcommit": True,
+        },
+    )
+    yield settings
+    await assert_nothing_left(state_dir)
+
+
+async def assert_nothing_left(state_dir: Path) -> None:
+    """No container carries the label of the pool whose state directory this was, and its ledger names none."""
+    identity = state_dir / "pool.json"
+    if not identity.exists():
+        return
+    pool_id = json.loads(identity.read_text("utf-8"))["pool_id"]
+    engine: Engine
+    engine, _ = await find_engine()
+    assert await engine.list(LABEL_POOL, pool_id) == []
+    assert list((state_dir / "ledger").iterdir()) == []

@@ -1,13 +1,13 @@
 """An engine in memory: containers, execs, events and every way in which a real engine fails.
 
-It fills ``executor.engine.Engine`` and waits only by ``anyio.sleep``, so under trio's mock clock hours pass at once. Use
-it as ``async with ScriptedEngine() as engine``: what runs in its containers runs in the engine's own tasks, as on a real
-one, where killing a client kills nothing inside.
+It fills ``executor.engine.Engine`` and waits only by ``anyio.sleep``, so under trio's mock clock hours pass at once. Enter
+it with ``async with ScriptedEngine() as engine``: what runs in its containers runs in the engine's own tasks, as on a
+real one, where killing a client kills nothing inside.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -40,7 +40,8 @@ UNREACHABLE = "Cannot connect to the Docker daemon at unix:///scripted. Is the d
 
 @dataclass(slots=True, eq=False)
 class Box:
-    """One container. ``execs`` holds the scope of each process that runs in it, by its exec's ID."""
+    """One container. ``execs`` holds the scope of each process that runs in it, by its exec's ID; ``left`` those of
+    processes that ended while something else still holds their streams."""
 
     id: str
     words: RunWords
@@ -48,6 +49,7 @@ class Box:
     running: bool = True
     execs: dict[str, anyio.CancelScope] = field(default_factory=dict)
     main: anyio.CancelScope | None = None
+    left: list[anyio.CancelScope] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -56,8 +58,8 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong with one operation. ``error``: it is raised after nothing was done. ``late``: the operation is done,
-    but its client has given up. ``hang``: nothing happens until the deadline. ``slow``: seconds more. ``garbage``: the
+    """What goes wrong with one operation. ``error``: raised, and nothing was done. ``late``: the operation is done, but
+    its client has given up. ``hang``: nothing happens until the deadline. ``slow``: seconds more. ``garbage``: the
     answer is of no known form, though the operation was done."""
 
     error: EmberpoolError | None = None
@@ -68,11 +70,12 @@ class Fault:
 
 
 class ScriptedEngine:
-    """See the module. ``latency`` is seconds by operation (``info image start attach inspect kill remove list events``).
+    """See the module. ``latency`` is seconds by operation (``info image start attach inspect kill remove list``).
 
-    ``faults[operation]`` is a list that is used up from its front; ``always[operation]`` holds for as long as it stands.
+    ``faults[operation]`` is used up from its front; ``always[operation]`` holds for as long as it stands.
     ``lose`` are event actions that are never told; ``repeat`` tells each event twice; ``event_delay`` tells them late.
-    ``patch`` changes an inspect record; ``inside`` changes a probe's output. ``asked`` counts the operations.
+    ``patch`` changes an inspect record; ``inside`` changes a probe's output. ``before`` is called with each operation;
+    ``asked`` counts them; ``told`` are all events.
     """
 
     def __init__(self, *, latency: dict[str, float] | None = None) -> None:
@@ -83,15 +86,16 @@ class ScriptedEngine:
         self.repeat, self.event_delay = False, 0.0
         self.patch: Callable[[dict[str, Any]], None] = lambda record: None
         self.inside: Callable[[bytes], bytes] = lambda output: output
+        self.before: Callable[[str], None] = lambda operation: None
         self.images = {"default": IMAGE}
         self.up_now = True
         self.python = True
         self.boxes: dict[str, Box] = {}
         self.asked: Counter[str] = Counter()
         self.started: list[RunWords] = []
-        self.stdins: list[bytes] = []
         self.most = 0
-        self._history: list[EngineEvent] = []
+        self.told: list[EngineEvent] = []
+        self._late: deque[EngineEvent] = deque()
         self._listeners: list[MemoryObjectSendStream[EngineEvent]] = []
         self._clients: set[ScriptedChannel] = set()
         self._ids = self._clock = 0
@@ -141,8 +145,9 @@ class ScriptedEngine:
         box.running = False
         for exec_id in list(box.execs):
             self._end_exec(box, exec_id)
-        if box.main is not None:
-            box.main.cancel()
+        for scope in (box.main, *box.left):
+            if scope is not None:
+                scope.cancel()
         self._tell("die", box, exit_code=code)
         if self.boxes.pop(box.name, None) is not None:
             self._tell("destroy", box)
@@ -213,7 +218,7 @@ class ScriptedEngine:
     async def _attach(self, args: Sequence[str]) -> AsyncIterator[Channel]:
         channel = ScriptedChannel()
         self._clients.add(channel)
-        self._tasks.start_soon(self._serve, channel, list(args))
+        self._tasks.start_soon(self._serve, channel, tuple(args))
         try:
             yield channel
         finally:
@@ -230,7 +235,7 @@ class ScriptedEngine:
         begin = int(seconds) * 1_000_000_000 + int(nanos.ljust(9, "0"))
         with send, receive:
             if self.up_now:
-                for event in self._history:
+                for event in self.told:
                     if event.time >= begin:
                         send.send_nowait(event)
                 self._listeners.append(send)
@@ -253,6 +258,7 @@ class ScriptedEngine:
 
     async def _ask(self, operation: str, *, done_elsewhere: bool = False) -> Fault:
         self.asked[operation] += 1
+        self.before(operation)
         fault = self.always.get(operation) or Fault()
         if self.faults[operation]:
             fault = self.faults[operation].pop(0)
@@ -303,7 +309,7 @@ class ScriptedEngine:
                 await anyio.sleep(float(box.words.argv[1]))
         self.die(box, 0)
 
-    async def _serve(self, channel: ScriptedChannel, args: list[str]) -> None:
+    async def _serve(self, channel: ScriptedChannel, args: tuple[str, ...]) -> None:
         """One attached client: a disposable container or an exec, to its end."""
         try:
             if args[0] == "run":
@@ -311,7 +317,7 @@ class ScriptedEngine:
             else:
                 user = args[args.index("-u") + 1] if "-u" in args else ""
                 at = next(i for i in range(2, len(args)) if args[i] in self.boxes or args[i].startswith("emberpool-"))
-                await self._run_exec(channel, args[at], tuple(args[at + 1 :]), user)
+                await self._run_exec(channel, args[at], args[at + 1 :], user)
         except ContainerGone as error:
             channel.end(1, f"Error response from daemon: {error}")
         except (EmberpoolError, anyio.ClosedResourceError) as error:
@@ -319,6 +325,8 @@ class ScriptedEngine:
 
     async def _run_cold(self, channel: ScriptedChannel, words: RunWords) -> None:
         await self._ask("attach")
+        if channel.ended:
+            return
         box, code = self._create(words), 0
         with anyio.CancelScope() as box.main:
             code = await self._program(channel, box, words.argv, words.one("--user"), "")
@@ -328,6 +336,8 @@ class ScriptedEngine:
 
     async def _run_exec(self, channel: ScriptedChannel, name: str, argv: tuple[str, ...], user: str) -> None:
         await self._ask("attach")
+        if channel.ended:
+            return
         box = self.boxes.get(name)
         if box is None:
             raise ContainerGone(f"No such container: {name}")
@@ -351,19 +361,19 @@ class ScriptedEngine:
                 await anyio.sleep_forever()
             elif word == "oom":
                 self._tell("oom", box)
-                if exec_id:
+                if exec_id in box.execs:
                     self._end_exec(box, exec_id)
-                else:
+                elif not exec_id:
                     self.die(box, 137)
                 await anyio.sleep_forever()
             elif word == "lose":
                 channel.end(255, "error during connect: EOF")
             elif word == "linger":
                 # The process ends, and something that it started keeps its streams open.
-                del box.execs[exec_id]
-                self._tell("exec_die", box, exec_id=exec_id, exit_code=int(rest))
-                box.execs[exec_id + "-left"] = anyio.CancelScope()
-                await anyio.sleep_forever()
+                if exec_id in box.execs:
+                    box.left.append(box.execs.pop(exec_id))
+                    self._tell("exec_die", box, exec_id=exec_id, exit_code=int(rest))
+                    await anyio.sleep_forever()
             else:
                 raise AssertionError(f"no such step: {word}")
 
@@ -393,16 +403,18 @@ class ScriptedEngine:
         )  # fmt: skip
         for _ in range(2 if self.repeat else 1):
             if self.event_delay:
-                self._tasks.start_soon(self._tell_late, event)
+                self._late.append(event)
+                self._tasks.start_soon(self._tell_late)
             else:
                 self._send(event)
 
-    async def _tell_late(self, event: EngineEvent) -> None:
+    async def _tell_late(self) -> None:
         await anyio.sleep(self.event_delay)
-        self._send(event)
+        # Late, but in order: tasks that wake at one moment may run in any.
+        self._send(self._late.popleft())
 
     def _send(self, event: EngineEvent) -> None:
-        self._history.append(event)
+        self.told.append(event)
         for listener in self._listeners:
             listener.send_nowait(event)
 

@@ -1,7 +1,7 @@
-"""What a scripted container is made of: its ``run`` argv read back, the records that follow from it, and its programs.
+"""What a scripted container is made of: its ``run`` argv read back, the records that follow, and its programs.
 
-A call's behaviour is written in the call itself, as steps between semicolons: ``sleep 5; echo hello; exit 3``. The steps
-are listed at ``run_steps``.
+A call's behaviour is written in the call itself, as steps between semicolons: ``sleep 5; echo hello; exit 3``. They are
+listed at ``run_steps``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from anyio.lowlevel import checkpoint
 
 from executor.engine import ImageInfo
 from executor.verify import INSIDE_FILES
@@ -145,7 +146,7 @@ class Pipe:
 
     async def read(self, size: int = 65_536) -> bytes:
         """What there is, at most ``size`` bytes; ``b""`` at the end. Always a checkpoint."""
-        await anyio.sleep(0)
+        await checkpoint()
         while not self.buffer and not self.closed:
             await self._news.wait()
         data = bytes(self.buffer[:size])
@@ -169,7 +170,7 @@ class Pipe:
 
 
 class ScriptedChannel:
-    """An attached client in memory. ``killed`` is set once the client was killed; what it had started lives on."""
+    """An attached client in memory; what it has started outlives it."""
 
     def __init__(self) -> None:
         self.stdin, self.stdout, self.stderr = Pipe(), Pipe(), Pipe()
@@ -177,13 +178,13 @@ class ScriptedChannel:
         self._ended = anyio.Event()
 
     async def send(self, data: bytes) -> None:
-        await anyio.sleep(0)
+        await checkpoint()
         if self.stdin.closed:
             raise BrokenPipeError("the engine client's stdin is closed")
         self.stdin.write(data)
 
     async def close_stdin(self) -> None:
-        await anyio.sleep(0)
+        await checkpoint()
         self.stdin.close()
 
     async def receive_stdout(self) -> bytes:
@@ -196,6 +197,10 @@ class ScriptedChannel:
         await self._ended.wait()
         assert self._code is not None
         return self._code
+
+    @property
+    def ended(self) -> bool:
+        return self._code is not None
 
     def kill(self) -> None:
         self.end(-9)
@@ -219,9 +224,13 @@ class Asked:
 
 
 async def read_request(stdin: Pipe) -> Asked:
-    """Read the loader's two frames as the program inside would."""
+    """Read the loader's two frames as the program inside would; where they are cut off it exits with 125."""
     await stdin.exactly(int.from_bytes(await stdin.exactly(4), "big"))
-    request = json.loads(await stdin.exactly(int.from_bytes(await stdin.exactly(4), "big")))
+    size = int.from_bytes(await stdin.exactly(4), "big")
+    data = await stdin.exactly(size)
+    if not size or len(data) < size:
+        return Asked("exit 125")
+    request = json.loads(data)
     steps = request["code"] if "code" in request else " ".join(request["argv"])
     return Asked(steps, request["env"])
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor import image, private
+from executor import image
 from executor.debian import Report
 from executor.docker import CommandLineEngine, Endpoint
 from executor.image import DEFAULT_IMAGE, PUBLIC_IMAGE, ensure_image
+from executor.locate import find_engine
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing
 from executor.rootfs import CHANGES
 
@@ -192,7 +193,7 @@ async def test_pull_that_begins_and_never_ends_is_given_up(tmp_path: Path) -> No
 @pytest.fixture
 async def real() -> CommandLineEngine:
     try:
-        engine, _ = await private.wanted_engine()
+        engine, _ = await find_engine()
     except EngineUnavailable as error:
         if os.environ.get("EMBERPOOL_CI") == "1":
             pytest.fail(f"CI needs a container engine: {error}")

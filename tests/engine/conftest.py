@@ -75,7 +75,9 @@ class Room:
             with anyio.CancelScope(shield=True):
                 await self.engine.remove(spec.identity.name)
 
-    async def cold(self, call: Call, *, python: bool = True, image: ImageInfo | None = None, **profile: Any) -> CallResult:
+    async def cold(
+        self, call: Call, *, python: bool = True, image: ImageInfo | None = None, **profile: Any
+    ) -> CallResult:
         """One cold call under a uid of its own."""
         calls = KEEPER + 1 + secrets.randbelow(60_000)
         shared = ContainerProfile(**{"user": f"{calls}:{calls}", **profile})
@@ -95,11 +97,15 @@ class Room:
 
 
 @pytest.fixture
-async def real_engine(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Room]:
+async def real_engine(
+    anyio_backend: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Room]:
     """The engine, or a skip without one (a failure where ``EMBERPOOL_CI`` says that there must be one)."""
     missing = pytest.fail if os.environ.get("EMBERPOOL_CI") else pytest.skip
     if sys.platform == "win32":
         pytest.skip("the inside of a sandbox is Linux, and the tests look at it from beside")
+    # Something of this process's own that no client may inherit.
+    monkeypatch.setenv("EMBERPOOL_TEST_FOREIGN", f"foreign-{secrets.token_hex(6)}")
     try:
         engine, info = await find_engine()
         image = await engine.image(IMAGE)

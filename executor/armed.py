@@ -1,0 +1,222 @@
+"""The host's end of one runner: a ``docker exec`` that is started ahead of its calls and waits for them.
+
+``run`` keeps reading from the exec's first byte to its last, whatever happens (an exec that nobody reads blocks the
+daemon's handling of its whole container), and takes each frame into one small state machine. A call only writes, and
+waits for the frame that ends it. Only a valid frame is a result; an end of stream never is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from executor import frames
+from executor.engine import Channel, Engine
+from executor.frames import Decoder, Frame, ProtocolError, Report
+from executor.process import Capped
+
+WINDOW = 262_144
+"""Bytes of a call's stdin that may be under way: less than what fits into the pipes before the runner."""
+SEND_TIMEOUT = 10.0
+"""Seconds in which a write to an exec must be taken; the runner reads at all times, so a write that hangs has lost it."""
+
+
+class RunnerState(Enum):
+    """Where a runner is in its life. ``CLEANING``: the call has its answer, what it left is being killed."""
+
+    STARTING = "starting"
+    HELLO = "hello"
+    ARMED = "armed"
+    BUSY = "busy"
+    CLEANING = "cleaning"
+    CLEAN = "clean"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """What a runner is told at its start. ``calls``: how many it serves, 0 for no limit. ``keeper`` is PID 1's uid."""
+
+    keeper: str
+    files: tuple[str, ...]
+    preload: tuple[str, ...] = ()
+    calls: int = 1
+
+    def payload(self) -> bytes:
+        """The runner's program and its configuration, as the loader and the program read them from stdin."""
+        config = {"keeper": self.keeper, "files": self.files, "preload": self.preload, "calls": self.calls}
+        text = json.dumps(config).encode("ascii")
+        program = _program()
+        return len(program).to_bytes(4, "big") + program + len(text).to_bytes(4, "big") + text
+
+
+@cache
+def _program() -> bytes:
+    return Path(__file__).with_name("runner.py").read_bytes()
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A call under way at the host's end. ``taken`` is what the runner has taken of its stdin; ``moved`` tells of more."""
+
+    seq: int
+    stdout: Capped
+    stderr: Capped
+    report: Report | None = None
+    refused: str = ""
+    taken: int = 0
+    moved: anyio.Event = field(default_factory=anyio.Event)
+    done: anyio.Event = field(default_factory=anyio.Event)
+
+
+class ArmedRunner:
+    """One runner. ``run`` it in a task; ``problem`` names why its sandbox must go, and is empty while all is well."""
+
+    def __init__(self, engine: Engine, args: list[str], config: RunnerConfig, changed: Callable[[], None]) -> None:
+        self.state = RunnerState.STARTING
+        self.facts: dict[str, Any] = {}
+        self.problem = ""
+        self.stderr = Capped(4_096)
+        self.code: int | None = None
+        self.scope = anyio.CancelScope()
+        self._engine, self._args, self._config, self._changed = engine, args, config, changed
+        self._decoder = Decoder()
+        self._channel: Channel | None = None
+        self._seq = 0
+        self._running: Running | None = None
+
+    async def run(self) -> None:
+        """Attach, send the program, and read to the end. Returns once the exec's client is gone."""
+        try:
+            with self.scope:
+                async with self._engine.attach(self._args) as channel, anyio.create_task_group() as tasks:
+                    self._channel = channel
+                    tasks.start_soon(self._drain, channel)
+                    tasks.start_soon(self._send, self._config.payload())
+                    while data := await channel.receive_stdout():
+                        for frame in self._decoder.feed(data):
+                            self._take(frame)
+                    self.code = await channel.wait()
+                    tasks.cancel_scope.cancel()
+        except ProtocolError as error:
+            self.problem = f"protocol: {error}"
+        finally:
+            self._channel = None
+            self.state = RunnerState.ENDED
+            if self._running is not None:
+                self._running.done.set()
+            self._changed()
+
+    async def _drain(self, channel: Channel) -> None:
+        while data := await channel.receive_stderr():
+            self.stderr.add(data)
+
+    async def _send(self, data: bytes) -> bool:
+        """Write to the exec; ``False`` where it is gone, or does not take it in time."""
+        if self._channel is None:
+            return False
+        with anyio.move_on_after(SEND_TIMEOUT):
+            try:
+                await self._channel.send(data)
+                return True
+            except (BrokenPipeError, ConnectionResetError):
+                return False
+        return False
+
+    # --- frames -------------------------------------------------------------------------------------------------------
+
+    def _take(self, frame: Frame) -> None:
+        kind, state, call = frame.kind, self.state, self._running
+        if frame.seq != self._seq and not (kind == frames.ARMED and frame.seq == self._seq + 1):
+            raise ProtocolError(f"a frame of call {frame.seq} during call {self._seq}")
+        if kind == frames.HELLO and state is RunnerState.STARTING:
+            self.facts = frames.parse_object(frame.payload)
+            self._become(RunnerState.HELLO)
+        elif kind == frames.ARMED and state in (RunnerState.HELLO, RunnerState.CLEAN) and frame.seq == self._seq + 1:
+            self._seq = frame.seq
+            self._become(RunnerState.ARMED)
+        elif kind in (frames.OUT, frames.ERR) and state is RunnerState.BUSY and call is not None:
+            into = call.stdout if kind == frames.OUT else call.stderr
+            if into.total + len(frame.payload) > into.cap:
+                raise ProtocolError("more output than was asked for")
+            into.add(frame.payload)
+        elif kind == frames.TAKEN and state is RunnerState.BUSY and call is not None and len(frame.payload) == 8:
+            call.taken += int.from_bytes(frame.payload, "big")
+            call.moved.set()
+        elif kind == frames.DONE and state is RunnerState.BUSY and call is not None:
+            call.report = frames.parse_report(frame.payload)
+            self._running = None
+            self._become(RunnerState.CLEANING)
+            call.done.set()
+        elif kind == frames.CLEAN and state is RunnerState.CLEANING:
+            self._become(RunnerState.CLEAN)
+        elif kind == frames.DIRTY and state is RunnerState.CLEANING:
+            self.problem = "what the call left could not be proven dead"
+            self._become(RunnerState.ENDED)
+        elif kind == frames.POISONED and state in (RunnerState.ARMED, RunnerState.BUSY):
+            self.problem = frame.payload.decode("utf-8", "replace")
+            if call is not None:
+                call.refused = self.problem
+                call.done.set()
+            self._become(RunnerState.ENDED)
+        else:
+            raise ProtocolError(f"a frame of type {kind} while {state.value}")
+
+    def _become(self, state: RunnerState) -> None:
+        self.state = state
+        self._changed()
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def begin(self, max_output: int) -> Running:
+        """Claim this armed runner for one call; synchronous, so that no two calls can."""
+        if self.state is not RunnerState.ARMED:
+            raise RuntimeError(f"a runner that is {self.state.value} takes no call")
+        self._running = Running(self._seq, Capped(max_output), Capped(max_output))
+        self._become(RunnerState.BUSY)
+        return self._running
+
+    async def ask(self, call: Running, header: Mapping[str, object], request: bytes, stdin: bytes) -> None:
+        """Send a call and its stdin, no faster than the runner takes it; returns when all is sent or nobody reads."""
+        head = json.dumps(header).encode("ascii")
+        first = frames.encode(frames.CALL, call.seq, len(head).to_bytes(4, "big") + head + request)
+        sent = min(len(stdin), WINDOW)
+        parts = [first, *_input(call.seq, stdin, 0, sent)]
+        if sent == len(stdin):
+            parts.append(frames.encode(frames.INPUT_END, call.seq))
+        if not await self._send(b"".join(parts)):
+            return
+        while sent < len(stdin) and not call.done.is_set():
+            room = call.taken + WINDOW - sent
+            if room <= 0:
+                call.moved = anyio.Event()
+                await call.moved.wait()
+                continue
+            upto = min(len(stdin), sent + room)
+            parts = list(_input(call.seq, stdin, sent, upto))
+            sent = upto
+            if sent == len(stdin):
+                parts.append(frames.encode(frames.INPUT_END, call.seq))
+            if not await self._send(b"".join(parts)):
+                return
+
+    async def cancel(self, call: Running) -> None:
+        """Ask the runner to end the call: SIGTERM, its grace, SIGKILL."""
+        await self._send(frames.encode(frames.CANCEL, call.seq))
+
+    async def leave(self) -> None:
+        """Ask an idle runner to end."""
+        await self._send(frames.encode(frames.LEAVE, self._seq))
+
+
+def _input(seq: int, data: bytes, start: int, end: int) -> list[bytes]:
+    return [
+        frames.encode(frames.INPUT, seq, data[at : min(at + 65_536, end)]) for at in range(start, end, 65_536)
+    ]

@@ -1,0 +1,237 @@
+"""The runners of one sandbox: one is kept armed ahead of its call, and the sandbox goes when one cannot be trusted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import anyio
+import structlog
+
+from executor.armed import ArmedRunner, RunnerConfig, Running, RunnerState
+from executor.call import Call, new_token
+from executor.engine import Engine
+from executor.frames import Report
+from executor.profile import exec_args
+from executor.result import CallResult, DeathCause, EmberpoolError, EngineUnavailable, ProfileMismatch, SandboxDied
+from executor.watch import EventHub, ExecWatch, Watch
+
+log = structlog.get_logger("emberpool.runner")
+
+ARM_TIMEOUT = 15.0
+"""Seconds from an exec's start to its runner's hello; beyond it the sandbox is not worth waiting for."""
+ANSWER_PATIENCE = 1.0
+"""Seconds beyond deadline and grace in which a runner may still answer; silence after that is not life."""
+EVENT_PATIENCE = 2.0
+RETRY = 0.5
+SIGXCPU, SIGKILL = 24, 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the runners are: the sandbox's container, the users in it, and what to do when it must go.
+
+    ``check`` compares a hello with the profile and raises ``ProfileMismatch``; ``kill`` ends everything in the container.
+    """
+
+    engine: Engine
+    hub: EventHub
+    watch: Watch
+    user: str
+    config: RunnerConfig
+    image_env: tuple[str, ...]
+    cpu_seconds: int | None
+    grace: float
+    check: Callable[[dict[str, object]], None]
+    kill: Callable[[str], Awaitable[None]]
+
+
+class Runners:
+    """Keeps a runner armed while ``keep`` runs, and lends it to one call at a time."""
+
+    def __init__(self, place: Place) -> None:
+        self.over = False
+        self.missing = False
+        self.problem: EmberpoolError | None = None
+        self._place = place
+        self._runner: ArmedRunner | None = None
+        self._changed = anyio.Event()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def close(self) -> None:
+        """Let go: no further exec is armed, and the current one's client is killed."""
+        self.over = True
+        if self._runner is not None:
+            self._runner.scope.cancel()
+        self._notify()
+
+    # --- keeping one armed --------------------------------------------------------------------------------------------
+
+    async def keep(self) -> None:
+        """Arm one exec after the other until the sandbox is closed or lost."""
+        place = self._place
+        while not self.over and self.problem is None and not place.watch.died.is_set():
+            argv = ("python3", "-I", "-B", "-c", place.config.loader, new_token())
+            expected = place.watch.expect(argv)
+            args = exec_args(place.watch.name, argv, user=place.user)
+            runner = self._runner = ArmedRunner(place.engine, args, place.config, self._notify)
+            try:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._check_hello, runner)
+                    tasks.start_soon(self._end_with, runner, place.watch.died)
+                    await runner.run()
+                    tasks.cancel_scope.cancel()
+                await self._judge(runner, expected)
+            finally:
+                place.watch.dismiss(expected)
+        self._notify()
+
+    async def _check_hello(self, runner: ArmedRunner) -> None:
+        """A hello must come in time, and must be the profile's, on every exec."""
+        with anyio.move_on_after(ARM_TIMEOUT) as late:
+            while runner.state is RunnerState.STARTING:
+                await self._changed.wait()
+        if late.cancelled_caught:
+            runner.problem = f"no hello within {ARM_TIMEOUT:g} s"
+            runner.scope.cancel()
+        elif runner.facts:
+            try:
+                self._place.check(runner.facts)
+            except ProfileMismatch as error:
+                self.problem = error
+                runner.scope.cancel()
+
+    async def _end_with(self, runner: ArmedRunner, died: anyio.Event) -> None:
+        await died.wait()
+        runner.scope.cancel()
+
+    async def _judge(self, runner: ArmedRunner, expected: ExecWatch) -> None:
+        """An exec has ended: go on to the next one, or say why there is none."""
+        place = self._place
+        if self.over or place.watch.died.is_set():
+            return
+        if self.problem is None and not runner.problem and runner.last is RunnerState.CLEAN:
+            return  # it has served its calls
+        if self.problem is None and not runner.problem:
+            with anyio.move_on_after(EVENT_PATIENCE):
+                await expected.ended.wait()
+            if expected.exit_code is None and (not place.hub.connected or not expected.created):
+                # The engine was lost, or never made the exec. The container may live on, and arms again once it can;
+                # an image without Python shows itself here too: its exec is made, and its program is not there.
+                log.info("runner.not_armed", sandbox=place.watch.name, said=bytes(runner.stderr.kept[:200]).decode("utf-8", "replace"))
+                await anyio.sleep(RETRY)
+                return
+            if runner.last is RunnerState.STARTING and b"executable file not found" in runner.output_head:
+                self.missing = True
+        reason = runner.problem or f"the runner ended while {runner.last.value}"
+        if self.problem is None:
+            self.problem = SandboxDied(f"the sandbox's runner cannot be trusted any more: {reason}", cause=cause_of(runner), started=False)
+        log.warning("runner.lost", sandbox=place.watch.name, reason=reason)
+        if not self.missing:
+            await place.kill(cause_of(runner))
+
+    async def armed(self, timeout: float) -> ArmedRunner:
+        """The runner, once it waits for a call. Raises the sandbox's problem, or ``EngineUnavailable`` after ``timeout``."""
+        with anyio.move_on_after(timeout):
+            while True:
+                if self.problem is not None:
+                    raise self.problem
+                if self.over or self._place.watch.died.is_set():
+                    raise SandboxDied("the sandbox ended before the call began", cause=self._place.watch.cause, started=False)
+                if self._runner is not None and self._runner.state is RunnerState.ARMED:
+                    return self._runner
+                await self._changed.wait()
+        raise EngineUnavailable(f"no runner was armed within {timeout:g} s; the call never started", retry_after=1.0)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def call(self, call: Call) -> CallResult:
+        """Carry one call out on the armed runner. Raises ``SandboxDied`` or ``EngineUnavailable``; a timeout is a result."""
+        place, began = self._place, anyio.current_time()
+        runner = await self.armed(call.timeout)
+        left = max(0.001, call.timeout - (anyio.current_time() - began))
+        ooms = place.watch.ooms
+        running = runner.begin(call.max_output)
+        header = {"timeout": left, "grace": place.grace, "max_output": call.max_output, "credit": None}
+        request = json.dumps(call.request(place.image_env, place.cpu_seconds)).encode("ascii")
+        try:
+            with anyio.move_on_after(left + place.grace + ANSWER_PATIENCE):
+                await runner.ask(running, header, request, call.stdin)
+                await running.done.wait()
+        except anyio.get_cancelled_exc_class():
+            await self._abandon(runner, running)
+            raise
+        duration = anyio.current_time() - began
+        if running.report is not None:
+            oom = place.watch.ooms > ooms if running.report.oom is None else running.report.oom
+            return result_of(running, running.report, duration, oom=oom, cpu_seconds=place.cpu_seconds)
+        if running.done.is_set():
+            raise await self._lost(runner, running, ooms)
+        await place.kill("timeout")
+        return CallResult(
+            exit_code=None,
+            timed_out=True,
+            stdout=bytes(running.stdout.kept),
+            stderr=bytes(running.stderr.kept),
+            stdout_total=running.stdout.total,
+            stderr_total=running.stderr.total,
+            duration=duration,
+        )
+
+    async def _abandon(self, runner: ArmedRunner, running: Running) -> None:
+        """The caller was cancelled: the call's whole tree ends before its caller goes on, or the sandbox does."""
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(self._place.grace + ANSWER_PATIENCE):
+                await runner.cancel(running)
+                await running.done.wait()
+                while runner.state is RunnerState.CLEANING:
+                    await self._changed.wait()
+            if runner.last is not RunnerState.CLEAN and runner.state not in (RunnerState.CLEAN, RunnerState.ARMED):
+                await self._place.kill("cancelled")
+
+    async def _lost(self, runner: ArmedRunner, running: Running, ooms: int) -> SandboxDied:
+        """The error of a call whose runner ended without a report."""
+        place = self._place
+        if not runner.problem:
+            with anyio.move_on_after(EVENT_PATIENCE):
+                while not place.watch.died.is_set() and self.problem is None:
+                    await self._changed.wait()
+        cause: DeathCause = "oom" if place.watch.ooms > ooms else cause_of(runner)
+        if place.watch.died.is_set() and place.watch.cause != "killed":
+            cause = place.watch.cause
+        elif not place.hub.connected:
+            cause = "engine"
+        await place.kill(cause)
+        if running.refused:
+            return SandboxDied(f"the sandbox was unfit for the call: {running.refused}", cause=cause, started=False)
+        why = runner.problem or "its runner ended without an answer"
+        return SandboxDied(f"the sandbox was lost under the call ({cause}): {why}", cause=cause, started=True)
+
+
+def cause_of(runner: ArmedRunner) -> DeathCause:
+    """How a lost runner is told: what it said broke the protocol, or it is simply gone."""
+    return "protocol" if runner.problem.startswith("protocol") else "runner"
+
+
+def result_of(running: Running, report: Report, duration: float, *, oom: bool, cpu_seconds: int | None) -> CallResult:
+    """A runner's report as a call's result. ``oom``: the container's out-of-memory counter moved during the call."""
+    oom_killed = oom and report.signal == SIGKILL and not report.timed_out
+    used_up = cpu_seconds is not None and report.cpu_seconds >= cpu_seconds * 0.95
+    return CallResult(
+        exit_code=report.exit_code,
+        signal=report.signal,
+        timed_out=report.timed_out,
+        oom_killed=oom_killed,
+        cpu_limit=used_up and report.signal in (SIGXCPU, SIGKILL) and not oom_killed,
+        stdout=bytes(running.stdout.kept),
+        stderr=bytes(running.stderr.kept),
+        stdout_total=report.stdout_total,
+        stderr_total=report.stderr_total,
+        duration=duration,
+        cpu_seconds=report.cpu_seconds,
+        max_rss=report.max_rss,
+    )

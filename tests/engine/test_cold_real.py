@@ -1,0 +1,136 @@
+"""Cold calls on a real engine: one container each, gone afterwards, however the call ends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from executor.call import Call
+from executor.engine import ImageInfo
+from executor.profile import LABEL_POOL, Limits
+from executor.result import EmberpoolError, ImageMissing, InvalidCall, ProfileMismatch, SandboxDied
+from tests.engine.conftest import Room
+from tests.engine.tiny import tiny_image, volume_image
+
+pytestmark = [pytest.mark.anyio, pytest.mark.engine]
+
+BLOCK = "import time\nprint('begun', flush=True)\ntime.sleep(600)"
+
+
+@asynccontextmanager
+async def leaves_nothing(room: Room) -> AsyncIterator[None]:
+    """The container is confirmed gone by the time that a cold call returns or raises."""
+    yield
+    assert await room.engine.list(LABEL_POOL, room.pool) == []
+
+
+async def started(room: Room) -> str:
+    """The name of the cold container once it runs."""
+    with anyio.fail_after(30):
+        while True:
+            for row in await room.engine.list(LABEL_POOL, room.pool):
+                if row.running:
+                    return row.name
+            await anyio.sleep(0.05)
+
+
+async def test_cold_call_answers_with_its_own_exit_code_streams_and_stdin(real_engine: Room) -> None:
+    code = "import sys\nprint(sys.stdin.read())\nprint('err', file=sys.stderr)\nsys.exit(3)"
+    async with leaves_nothing(real_engine):
+        result = await real_engine.cold(Call(code=code, stdin=b"in"))
+    assert (result.exit_code, result.stdout, result.stderr) == (3, b"in\n", b"err\n")
+    async with leaves_nothing(real_engine):
+        assert (await real_engine.cold(Call(argv=("sh", "-c", "exit 42")))).exit_code == 42
+
+
+async def test_cold_timeout_is_a_result_and_the_container_is_gone(real_engine: Room) -> None:
+    async with leaves_nothing(real_engine):
+        result = await real_engine.cold(Call(code=BLOCK, timeout=3.0))
+    assert (result.timed_out, result.exit_code, result.stdout) == (True, None, b"begun\n")
+
+
+async def test_cancelled_cold_call_leaves_no_container(real_engine: Room) -> None:
+    async with leaves_nothing(real_engine), anyio.create_task_group() as tasks:
+        tasks.start_soon(real_engine.cold, Call(code=BLOCK))
+        await started(real_engine)
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.05, 0.15, 0.25])
+async def test_cold_call_cancelled_while_its_container_starts_leaves_no_container(
+    real_engine: Room, patience: float
+) -> None:
+    async with leaves_nothing(real_engine):
+        with anyio.move_on_after(patience):
+            await real_engine.cold(Call(code=BLOCK))
+
+
+@pytest.mark.parametrize("how", [("kill",), ("rm", "-f")])
+async def test_cold_container_ended_by_hand_is_a_death_and_not_exit_137(
+    real_engine: Room, how: tuple[str, ...]
+) -> None:
+    async with leaves_nothing(real_engine), anyio.create_task_group() as tasks:
+
+        async def end() -> None:
+            name = await started(real_engine)
+            await real_engine.engine._ask(*how, name, doing="ending a cold call by hand")
+
+        tasks.start_soon(end)
+        with pytest.raises(SandboxDied) as caught:
+            await real_engine.cold(Call(code=BLOCK))
+        assert caught.value.cause == "killed"
+
+
+async def test_cold_out_of_memory_and_cpu_limit_are_told(real_engine: Room) -> None:
+    async with leaves_nothing(real_engine):
+        memory = await real_engine.cold(Call(code="data = bytearray(300 << 20)"), limits=Limits(memory_mb=64))
+        cpu = await real_engine.cold(Call(code="while True: pass"), limits=Limits(cpu_seconds=1))
+        own = await real_engine.cold(Call(code="import sys\nsys.exit(137)"))
+    assert (memory.oom_killed, memory.signal, memory.exit_code) == (True, 9, None)
+    assert (cpu.cpu_limit, cpu.exit_code, cpu.timed_out) == (True, None, False)
+    assert (own.exit_code, own.oom_killed, own.signal) == (137, False, None)
+
+
+async def test_cold_call_has_the_profile_inside(real_engine: Room) -> None:
+    code = """
+import os
+status = dict(l.split(':\\t', 1) for l in open('/proc/self/status').read().splitlines() if ':\\t' in l)
+print({key: status[key] for key in ('CapEff', 'CapBnd', 'NoNewPrivs', 'Seccomp')})
+print(os.getuid() != 0, os.listdir('/sys/class/net'))
+try:
+    open('/x', 'w')
+except OSError as error:
+    print(error.strerror)
+"""
+    result = await real_engine.cold(Call(code=code))
+    zero = "0" * 16
+    facts = {"CapEff": zero, "CapBnd": zero, "NoNewPrivs": "1", "Seccomp": "2"}
+    assert result.stdout.decode() == f"{facts}\nTrue ['lo']\nRead-only file system\n", result.stderr
+
+
+async def test_cold_image_without_python_runs_programs_and_refuses_code(real_engine: Room, tmp_path: Path) -> None:
+    image = await tiny_image(real_engine, tmp_path)
+    async with leaves_nothing(real_engine):
+        shown = await real_engine.cold(Call(argv=("env",), env={"MINE": "a=b c"}), python=False, image=image)
+        missing = await real_engine.cold(Call(argv=("no-such-program",)), python=False, image=image)
+        with pytest.raises(InvalidCall, match="python3"):
+            await real_engine.cold(Call(code="print(1)"), python=False, image=image)
+    assert b"MINE=a=b c\n" in shown.stdout
+    assert (missing.exit_code, missing.stdout) == (127, b"")
+
+
+async def test_cold_refusals_are_typed_and_start_nothing(real_engine: Room, tmp_path: Path) -> None:
+    absent = ImageInfo(id=f"sha256:{'0' * 64}")
+    volume = await volume_image(real_engine, tmp_path)
+    async with leaves_nothing(real_engine):
+        with pytest.raises(ImageMissing):
+            await real_engine.cold(Call(code="1"), image=absent)
+        with pytest.raises(ProfileMismatch, match="/data"):
+            await real_engine.cold(Call(argv=("env",)), image=volume)
+        with pytest.raises(EmberpoolError) as caught:
+            await real_engine.cold(Call(code="1"), mounts=(f"{tmp_path}/absent-{'x' * 300}:/data:ro",))
+    assert not isinstance(caught.value, SandboxDied)

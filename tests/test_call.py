@@ -1,0 +1,323 @@
+"""A call is checked before anything starts, and carried inside byte for byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from executor.call import DEFAULT_PATH, LOADER, MAX_ARGUMENT, Call, carried, new_token
+from executor.profile import CALL_ENV
+from executor.result import InvalidCall
+
+posix = pytest.mark.skipif(sys.platform == "win32", reason="the inside of a container is POSIX")
+
+BAD: dict[str, tuple[str, Callable[[], object]]] = {
+    "neither": ("argv .* or code", Call),
+    "both": ("not both", lambda: Call(argv=("ls",), code="1")),
+    "argv text": ("argv must be a list", lambda: Call(argv="ls")),  # type: ignore[arg-type]
+    "argv bytes": ("argv must be a list", lambda: Call(argv=b"ls")),  # type: ignore[arg-type]
+    "argv none": ("argv must be a list", lambda: Call(argv=None, code="1")),  # type: ignore[arg-type]
+    "argv empty program": (r"argv\[0\]", lambda: Call(argv=("",))),
+    "argv number": (r"argv\[1\] must be a string", lambda: Call(argv=("ls", 5))),  # type: ignore[arg-type]
+    "argv nul": (r"argv\[1\] holds a NUL", lambda: Call(argv=("ls", "a\0b"))),
+    "argv surrogate": (r"argv\[1\] holds a lone surrogate", lambda: Call(argv=("ls", "\ud800"))),
+    "argv word too long": (r"argv\[1\] is 131072 bytes", lambda: Call(argv=("ls", "x" * (MAX_ARGUMENT + 1)))),
+    "argv word too long in bytes": (r"argv\[1\] is", lambda: Call(argv=("ls", "é" * 65_536))),
+    "argv too long": ("argv is .* in all", lambda: Call(argv=("ls", *["x" * 100_000] * 11))),
+    "argv of too many words": ("argv is .* in all", lambda: Call(argv=("x",) * 200_000)),
+    "code bytes": ("code must be a string", lambda: Call(code=b"1")),  # type: ignore[arg-type]
+    "code surrogate": ("code holds a lone surrogate at 2", lambda: Call(code="a=\udfff")),
+    "stdin text": ("stdin must be bytes, not str", lambda: Call(code="1", stdin="x")),  # type: ignore[arg-type]
+    "stdin none": ("stdin must be bytes", lambda: Call(code="1", stdin=None)),  # type: ignore[arg-type]
+    "stdin too long": ("11 bytes together; at most 10", lambda: Call(code="1", stdin=b"x" * 10, max_input=10)),
+    "code too long": ("together", lambda: Call(code="#" * 11, max_input=10)),
+    "env list": ("env must be a mapping", lambda: Call(code="1", env=[("A", "b")])),  # type: ignore[arg-type]
+    "env none": ("env must be a mapping", lambda: Call(code="1", env=None)),  # type: ignore[arg-type]
+    "env empty name": ("env: a name", lambda: Call(code="1", env={"": "x"})),
+    "env sign in name": ("env: a name", lambda: Call(code="1", env={"A=B": "x"})),
+    "env nul in name": ("env: a name", lambda: Call(code="1", env={"A\0": "x"})),
+    "env number as name": ("env: a name", lambda: Call(code="1", env={1: "x"})),  # type: ignore[dict-item]
+    "env number as value": ("env 'A' must be a string", lambda: Call(code="1", env={"A": 1})),  # type: ignore[dict-item]
+    "env nul in value": ("env 'A'.* NUL", lambda: Call(code="1", env={"A": "x\0"})),
+    "env surrogate": ("env 'A' holds a lone surrogate", lambda: Call(code="1", env={"A": "\ud800"})),
+    "env surrogate in name": ("env name holds a lone", lambda: Call(code="1", env={"\ud800": "x"})),
+    "env value too long": ("env 'A' is", lambda: Call(code="1", env={"A": "x" * MAX_ARGUMENT})),
+    "env too long": ("env is .* in all", lambda: Call(code="1", env={f"A{n}": "x" * 100_000 for n in range(11)})),
+    "timeout zero": ("timeout", lambda: Call(code="1", timeout=0)),
+    "timeout negative": ("timeout", lambda: Call(code="1", timeout=-1)),
+    "timeout nan": ("timeout", lambda: Call(code="1", timeout=float("nan"))),
+    "timeout infinite": ("timeout", lambda: Call(code="1", timeout=float("inf"))),
+    "timeout text": ("timeout", lambda: Call(code="1", timeout="5")),  # type: ignore[arg-type]
+    "timeout none": ("timeout", lambda: Call(code="1", timeout=None)),  # type: ignore[arg-type]
+    "timeout bool": ("timeout", lambda: Call(code="1", timeout=True)),
+    "output negative": ("max_output", lambda: Call(code="1", max_output=-1)),
+    "output fraction": ("max_output", lambda: Call(code="1", max_output=1.5)),  # type: ignore[arg-type]
+    "output none": ("max_output", lambda: Call(code="1", max_output=None)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_call_is_refused_and_its_field_is_named(case: str) -> None:
+    message, build = BAD[case]
+    with pytest.raises(InvalidCall, match=message) as caught:
+        build()
+    assert len(str(caught.value)) < 300
+
+
+LEAKY: list[Callable[[], object]] = [
+    lambda: Call(code="1", env={"A": "secret\0"}),
+    lambda: Call(code="secret\ud800"),
+    lambda: Call(argv=("ls", "secret\0")),
+    lambda: Call(argv=("secret" * 30_000,)),
+]
+
+
+@pytest.mark.parametrize("build", LEAKY)
+def test_refusal_repeats_no_value(build: Callable[[], object]) -> None:
+    with pytest.raises(InvalidCall) as caught:
+        build()
+    assert "secret" not in str(caught.value)
+
+
+def test_what_a_kernel_takes_is_accepted() -> None:
+    assert Call(argv=("ls", "", "-x", "é\n", "x" * MAX_ARGUMENT)).kind == "argv"
+    assert Call(code="", stdin=b"\0\xff", env={"a-b.c": "\n", "É": ""}, timeout=0.001, max_output=0).kind == "python"
+
+
+def test_client_argv_holds_the_loader_and_a_token_and_nothing_of_the_call() -> None:
+    call = Call(code="secret", env={"secret": "secret"}, stdin=b"secret")
+    assert call.client_argv("t0ken") == ("python3", "-I", "-B", "-c", LOADER, "t0ken")
+    assert new_token() != new_token()
+    assert new_token().isalnum()
+
+
+def frames(data: bytes) -> list[bytes]:
+    found = []
+    while data:
+        (size,) = struct.unpack(">I", data[:4])
+        found.append(data[4 : 4 + size])
+        assert len(found[-1]) == size
+        data = data[4 + size :]
+    return found
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+
+
+@given(st.lists(texts, max_size=4), texts, st.dictionaries(texts.filter(lambda key: key and "=" not in key), texts))
+def test_payload_carries_the_request_and_nothing_else(rest: list[str], code: str, env: dict[str, str]) -> None:
+    for call, part in (
+        (Call(argv=("prog", *rest), env=env), {"argv": ["prog", *rest]}),
+        (Call(code=code, env=env), {"code": code}),
+    ):
+        program, request = frames(call.payload(["PATH=/image/bin", "A-OF-IMAGE=1=2", "USER=image"]))
+        assert program.endswith(b"main()\n")
+        expected = {"PATH": "/image/bin", "A-OF-IMAGE": "1=2", **CALL_ENV, **env}
+        assert json.loads(request) == {"env": expected, "cwd": "/tmp", **part}
+        assert call.payload() != call.payload(["PATH=/image/bin"])
+
+
+def test_image_without_a_path_gets_the_one_that_engines_use() -> None:
+    request = json.loads(frames(Call(code="1").payload(["BROKEN"]))[1])
+    assert request["env"] == {"PATH": DEFAULT_PATH, **CALL_ENV}
+
+
+def test_image_without_python_takes_its_environment_from_a_private_file_that_goes_away() -> None:
+    call = Call(argv=("env",), env={"A": "b c=#d ", "B": ""}, stdin=b"in")
+    with carried(call, python=False) as (stdin, path):
+        assert stdin == (b"in",)
+        file = Path(path)
+        assert file.read_text("utf-8") == "".join(
+            f"{k}={v}\n" for k, v in {**CALL_ENV, "A": "b c=#d ", "B": ""}.items()
+        )
+        if sys.platform != "win32":
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert not file.exists()
+    with carried(call, python=True) as (stdin, path):
+        assert (stdin, path) == ((call.payload(), b"in"), "")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(code="1"),
+        *(Call(argv=("env",), env={"A": value}) for value in ("a\nb", "a\rb", "x" * 65_534)),
+        *(Call(argv=("env",), env={key: "x"}) for key in ("#A", "A B", "1A", " A", "É", "A\n")),
+    ],
+)
+def test_what_an_env_file_cannot_hold_is_refused(call: Call) -> None:
+    with pytest.raises(InvalidCall, match="no python3") as caught, carried(call, python=False):
+        pass
+    assert len(str(caught.value)) < 300
+
+
+# From here on: the loader and the bootstrap, run by this interpreter as an engine would run them.
+
+
+def inside(call: Call, *, stdin: bytes | None = None, **more: Any) -> subprocess.CompletedProcess[bytes]:
+    argv = [sys.executable, *call.client_argv("token")[1:]]
+    data = call.payload([f"PATH={os.environ['PATH']}"]) + (call.stdin if stdin is None else stdin)
+    env = {"HTTP_PROXY": "http://user:secret@proxy", "LC_CTYPE": "C", "PATH": "/nowhere"}
+    return subprocess.run(argv, input=data, capture_output=True, timeout=60, check=False, env=env, **more)
+
+
+@posix
+@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 3000, b"\n\0\r\n"])
+def test_stdin_after_the_request_is_the_calls_own_to_the_byte(data: bytes) -> None:
+    code = "import sys\nsys.stdout.buffer.write(sys.stdin.buffer.read())"
+    assert inside(Call(code=code, stdin=data)).stdout == data
+    assert inside(Call(argv=("cat",), stdin=data)).stdout == data
+
+
+@posix
+def test_stdin_arrives_in_pieces_of_any_size() -> None:
+    call = Call(code="import sys\nprint(len(sys.stdin.read()), 'é')", stdin=b"y" * 100_000)
+    data = call.payload() + call.stdin
+    child = subprocess.Popen(
+        [sys.executable, *call.client_argv("t")[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    assert child.stdin is not None
+    for cut in [*range(0, 40), *range(40, len(data), 1009)]:
+        end = cut + 1 if cut < 40 else cut + 1009
+        child.stdin.write(data[cut:end])
+    assert child.communicate()[0].decode() == "100000 é\n"
+    assert child.returncode == 0
+
+
+@posix
+def test_environment_is_exactly_the_requests_own() -> None:
+    env = {"MINE": "a\nb é", "a-b": "c"}
+    code = "import json, os\nprint(json.dumps([dict(os.environ), os.getcwd()]))"
+    expected = {"PATH": os.environ["PATH"], **CALL_ENV, **env}
+    assert json.loads(inside(Call(code=code, env=env)).stdout) == [expected, "/tmp"]
+    shown = inside(Call(argv=(sys.executable, "-I", "-c", code), env=env))
+    # A Python that is started anew may add what its locale needs.
+    assert {**json.loads(shown.stdout)[0], "LC_CTYPE": ""} == {**expected, "LC_CTYPE": ""}
+
+
+@posix
+@pytest.mark.parametrize(
+    ("code", "status", "stderr"),
+    [
+        ("", 0, ""),
+        ("import sys\nsys.exit()", 0, ""),
+        ("import sys\nsys.exit(0)", 0, ""),
+        ("import sys\nsys.exit(7)", 7, ""),
+        ("import sys\nsys.exit(256 + 7)", 7, ""),
+        ("import sys\nsys.exit(True)", 1, ""),
+        ("import sys\nsys.exit('why')", 1, "why\n"),
+        ("import sys\nsys.exit(['a'])", 1, "['a']\n"),
+        ("raise SystemExit", 0, ""),
+        ("import os\nos._exit(9)", 9, ""),
+        ("import atexit, os\natexit.register(os.write, 2, b'last\\n')\nraise SystemExit(3)", 3, "last\n"),
+    ],
+)
+def test_exit_status_is_what_the_code_asked_for(code: str, status: int, stderr: str) -> None:
+    done = inside(Call(code=code))
+    assert (done.returncode, done.stderr.decode()) == (status, stderr)
+
+
+@posix
+@pytest.mark.parametrize(
+    ("code", "last", "shown"),
+    [
+        (
+            "def f():\n    1 / 0\nf()",
+            "ZeroDivisionError: division by zero",
+            ["line 3, in <module>", "    f()", "    1 / 0"],
+        ),
+        ("x = (", "SyntaxError: '(' was never closed", ["line 1", "    x = ("]),
+        ("try:\n    1 / 0\nexcept Exception as e:\n    raise KeyError('k') from e", "KeyError: 'k'", ["    1 / 0"]),
+        ("a\0b", "", ["null bytes"]),
+        ("class E(BaseException): pass\nraise E('own')", "E: own", ["line 2, in <module>"]),
+        (
+            "import sys\nsys.excepthook = lambda kind, *_: print('hook', kind.__name__, file=sys.stderr)\n1 / 0",
+            "hook ZeroDivisionError",
+            [],
+        ),
+    ],
+)
+def test_traceback_shows_the_code_and_none_of_our_frames(code: str, last: str, shown: list[str]) -> None:
+    done = inside(Call(code=code))
+    text = done.stderr.decode()
+    assert done.returncode == 1
+    assert text.rstrip().endswith(last)
+    for part in shown:
+        assert part in text
+    for ours in ("<emberpool>", "<string>", "bootstrap", "run_code", "exec("):
+        assert ours not in text
+
+
+@posix
+def test_code_runs_as_main_without_our_names() -> None:
+    code = """
+import sys
+import __main__
+print(__name__, __main__.__dict__ is globals(), sys.argv)
+print(sorted(name for name in globals() if not name.startswith('__')))
+"""
+    assert inside(Call(code=code)).stdout.decode() == "__main__ True ['<call>']\n['sys']\n"
+
+
+@posix
+def test_program_finds_signals_at_their_defaults_and_no_foreign_descriptor() -> None:
+    status = inside(Call(argv=("cat", "/proc/self/status"))).stdout.decode()
+    if "SigIgn:\t" not in status:
+        pytest.skip("no /proc here")
+    ignored = int(status.split("SigIgn:\t")[1].split()[0], 16)
+    blocked = int(status.split("SigBlk:\t")[1].split()[0], 16)
+    assert (ignored, blocked) == (0, 0)
+    listed = inside(Call(argv=("ls", "/proc/self/fd"))).stdout.split()
+    assert listed == [b"0", b"1", b"2", b"3"]  # 3 is the listing itself
+
+
+@posix
+def test_program_that_writes_to_a_closed_pipe_ends_by_sigpipe() -> None:
+    done = inside(Call(argv=("sh", "-c", "kill -PIPE $$; echo ignored")))
+    assert (done.returncode, done.stdout) == (-13, b"")
+
+
+@posix
+def test_missing_program_is_127_and_unrunnable_one_126(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("#!/bin/sh\n")
+    plain.chmod(0o644)
+    for program, status, words in (
+        ("no-such-program", 127, "No such file or directory"),
+        (str(tmp_path / "absent"), 127, "No such file or directory"),
+        (f"{plain}/below", 127, "Not a directory"),
+        (str(plain), 126, "Permission denied"),
+        (str(tmp_path), 126, "Permission denied"),
+    ):
+        done = inside(Call(argv=(program, "x")))
+        assert (done.returncode, done.stderr.decode()) == (status, f"{program}: {words}\n")
+
+
+@posix
+def test_program_keeps_its_name_its_arguments_and_its_exit_status() -> None:
+    assert shutil.which("sh")
+    done = inside(Call(argv=("sh", "-c", 'printf "%s|" "$0" "$@"; exit 42', "name", "", "é", "-x", "a b\n")))
+    assert (done.returncode, done.stdout.decode()) == (42, "name||é|-x|a b\n|")
+
+
+@posix
+@pytest.mark.parametrize("kept", [0, 3, 4, 100, -1])
+def test_request_that_is_cut_off_runs_nothing(kept: int) -> None:
+    call = Call(code="print('ran')")
+    payload = call.payload()
+    done = subprocess.run(
+        [sys.executable, *call.client_argv("t")[1:]], input=payload[:kept], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (125, b"")

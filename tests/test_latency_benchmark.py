@@ -1,0 +1,335 @@
+"""The latency benchmark: its arithmetic, its report, its refusals, and one short run on a real engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import anyio
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks import bench as bench_module
+from benchmarks import modes as modes_module
+from benchmarks.bench import Bench, BenchmarkError, check_finished
+from benchmarks.latency import app
+from benchmarks.machine import cpu_model
+from benchmarks.modes import MODES, Measure, Mode, mode
+from benchmarks.plot import check_plot, plot
+from benchmarks.report import Report, milliseconds
+from benchmarks.rounds import sample
+from benchmarks.stats import Summary, percentile, ratios, summarise
+from executor.locate import find_engine
+from executor.process import Finished, client_environment
+from pool.pool import SandboxPool
+from tests.conftest import ENGINE_IMAGE, engine_fault
+
+MACHINE: dict[str, str | int | float] = {
+    "cpu": "Some CPU", "cores": 2, "memory_mb": 4096, "load_1m": 0.5, "kernel": "Linux 6", "python": "3.11.7",
+    "engine": "docker 20.10", "runtime": "runc", "cgroup": "1", "image": "some:1", "image_id": "sha256:0",
+    "backend": "asyncio", "date": "2026-01-02T03:04:05+00:00",
+}  # fmt: skip
+USUAL = ["cold", "warm_exec", "acquire_standby", "acquire_cold"]
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def logs() -> Iterator[None]:
+    """The command configures logging for the whole process; no other test may log into its closed stream."""
+    yield
+    structlog.reset_defaults()
+
+
+def report(samples: dict[str, Sequence[float]]) -> Report:
+    return Report(MACHINE, [MODES[name] for name in samples], samples)
+
+
+# Percentiles
+
+latencies = st.lists(st.floats(min_value=1e-6, max_value=1e3), min_size=1, max_size=300)
+
+
+@given(latencies, st.integers(1, 100))
+def test_percentile_is_the_smallest_latency_that_enough_do_not_exceed(values: list[float], percent: int) -> None:
+    found = percentile(values, percent)
+
+    def covered(limit: float) -> int:
+        return 100 * sum(value <= limit for value in values)
+
+    assert found in values
+    assert covered(found) >= percent * len(values)
+    assert all(covered(value) < percent * len(values) for value in values if value < found)
+
+
+@given(latencies)
+def test_the_50th_percentile_is_the_low_median_and_the_100th_the_maximum(values: list[float]) -> None:
+    assert percentile(values, 50) == statistics.median_low(values)
+    assert percentile(values, 100) == max(values)
+
+
+@pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], 0), ([1.0], 101)])
+def test_percentile_of_nothing_or_of_no_percentage_is_refused(values: list[float], percent: int) -> None:
+    with pytest.raises(ValueError, match="percent"):
+        percentile(values, percent)
+
+
+def test_summary_is_in_milliseconds_whatever_the_order() -> None:
+    assert summarise([number / 1000 for number in range(100, 0, -1)]) == Summary(100, 50.0, 95.0, 99.0)
+
+
+def test_ratios_say_how_often_each_median_goes_into_the_cold_one() -> None:
+    modes = {"cold": Summary(1, 400.0, 0, 0), "warm_exec": Summary(1, 80.0, 0, 0), "other": Summary(1, 800.0, 0, 0)}
+    assert ratios(modes) == {"cold/warm_exec": 5.0, "cold/other": 0.5}
+    del modes["cold"]
+    assert ratios(modes) == {}
+
+
+# Modes, in turn
+
+
+class Quiet:
+    """Progress that nobody watches."""
+
+    def begins(self, rounds: int) -> None:
+        """Say nothing."""
+
+    def round(self, number: int, rounds: int) -> None:
+        """Say nothing."""
+
+
+def fake_mode(name: str, seen: list[str]) -> Mode:
+    @mode("a fake")
+    async def fake(_: Bench) -> AsyncIterator[Measure]:
+        seen.append(f"open {name}")
+
+        async def measure() -> float:
+            seen.append(name)
+            return float(len(seen))
+
+        yield measure
+        seen.append(f"shut {name}")
+
+    return Mode(name, "a fake", fake, True)
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Mode]:
+    monkeypatch.setattr(modes_module, "MODES", {})
+    return modes_module.MODES
+
+
+@pytest.mark.anyio
+async def test_modes_are_measured_in_turn_after_one_round_that_does_not_count(registry: dict[str, Mode]) -> None:
+    seen: list[str] = []
+    modes = [fake_mode("a", seen), fake_mode("b", seen)]
+    samples = await sample(cast(Bench, None), modes, 2, Quiet())
+    assert seen == ["open a", "open b", *"ab", *"ab", *"ab", "shut b", "shut a"]
+    assert samples == {"a": [5.0, 7.0], "b": [6.0, 8.0]}
+
+
+def test_a_mode_is_registered_by_writing_one_function(registry: dict[str, Mode]) -> None:
+    @mode("what it times", usual=False)
+    async def another(_: Bench) -> AsyncIterator[Measure]:
+        yield instantly
+
+    async def instantly() -> float:
+        return 0.0
+
+    assert registry == {"another": Mode("another", "what it times", another, False)}
+
+
+def test_the_usual_modes_are_cold_warm_and_both_acquires() -> None:
+    assert [it.name for it in MODES.values() if it.usual] == USUAL
+
+
+@pytest.mark.parametrize(("code", "stdout"), [(0, b""), (0, b"1"), (1, b"1\n"), (125, b"")])
+def test_a_failed_call_is_never_a_measurement(code: int, stdout: bytes) -> None:
+    check_finished(Finished(0, b"1\n", b""))
+    with pytest.raises(BenchmarkError, match=f"exit status {code}.*some reason"):
+        check_finished(Finished(code, stdout, b"some\nreason\n"))
+
+
+# The report
+
+
+def test_json_has_the_machine_the_modes_and_their_ratios() -> None:
+    shown = report({"cold": [0.4, 0.5, 0.6], "warm_exec": [0.1, 0.1, 0.2]}).as_json()
+    assert json.loads(json.dumps(shown)) == {
+        "machine": MACHINE,
+        "modes": {
+            "cold": {"n": 3, "p50_ms": 500.0, "p95_ms": 600.0, "p99_ms": 600.0},
+            "warm_exec": {"n": 3, "p50_ms": 100.0, "p95_ms": 200.0, "p99_ms": 200.0},
+        },
+        "ratios": {"cold/warm_exec": 5.0},
+    }
+
+
+def test_table_shows_every_mode_its_ratio_and_the_machine() -> None:
+    console = Console(width=80, record=True, quiet=False, file=Path(os.devnull).open("w"))  # noqa: SIM115
+    with console.file:
+        report({"cold": [0.4], "warm_exec": [0.1]}).print(console)
+    text = console.export_text()
+    rows = [line.split() for line in text.splitlines()]
+    assert ["cold", "1", "400.0", "400.0", "400.0"] in rows
+    assert ["warm_exec", "1", "100.0", "100.0", "100.0", "4.0x"] in rows
+    assert "docker 20.10, runc, some:1; Some CPU, 2 cores, Linux 6" in text
+
+
+@given(st.floats(min_value=0.01, max_value=1e6))
+def test_shown_milliseconds_are_close_to_the_measured_ones(value: float) -> None:
+    assert math.isclose(float(milliseconds(value).replace(",", "")), value, rel_tol=0.06)
+
+
+def test_cpu_is_named_by_the_kernel_or_else_by_its_architecture(tmp_path: Path) -> None:
+    place = tmp_path / "cpuinfo"
+    assert cpu_model(place)
+    place.write_text("processor\t: 0\nmodel name\t: Fast CPU 9000\n")
+    assert cpu_model(place) == "Fast CPU 9000"
+
+
+# The plot
+
+
+@pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG"), (".SVG", b"<?xml")])
+def test_plot_writes_a_picture_of_the_kind_that_its_name_says(tmp_path: Path, suffix: str, begins: bytes) -> None:
+    path = tmp_path / f"plot{suffix}"
+    check_plot(path)
+    plot(report({"cold": [0.4, 0.5], "acquire_standby": [0.0003, 0.0004]}), path)
+    assert path.read_bytes().startswith(begins)
+
+
+def test_plot_without_matplotlib_names_the_extra_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "emberpool[benchmarks]" in refusal("--plot", "x.png")
+
+
+# The command
+
+
+def refusal(*args: str) -> str:
+    """What the command prints when it refuses: one line, on stderr."""
+    result = CliRunner().invoke(app, list(args))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def test_without_an_engine_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "emberpool engine up" in refusal("--quick")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--mode", "cool"), "'cool' is unknown; there are cold, warm_exec"),
+        (("--plot", "x.jpeg"), "must end in .png or .svg"),
+        (("--plot", "/no/where/x.png"), "there is no directory /no/where"),
+        (("--json", "/no/where/x.json"), "there is no directory /no/where"),
+        (("--config", "/no/where.toml"), "/no/where.toml: there is no such file"),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_one_line_before_anything_starts(
+    args: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert said in refusal(*args)
+
+
+# On a real engine
+
+
+@pytest.fixture
+def real_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine with the image of the tests, for a command that is configured by its environment."""
+    if fault := engine_fault():
+        if os.environ.get("EMBERPOOL_CI"):
+            pytest.fail(f"CI needs a container engine: {fault}")
+        pytest.skip(fault)
+    if ENGINE_IMAGE:
+        monkeypatch.setenv("EMBERPOOL_SANDBOX__IMAGE", ENGINE_IMAGE)
+
+
+class RecordedPool(SandboxPool):
+    """A pool that notes its id, by which its containers can be looked for afterwards."""
+
+    ids: list[str]
+
+    async def __aenter__(self) -> SandboxPool:
+        pool = await super().__aenter__()
+        self.ids.append(str(self.snapshot()["pool"]))
+        return pool
+
+
+def containers(pool_ids: Sequence[str]) -> list[str]:
+    """The names of the containers, running or not, of these pools and of the cold calls made beside them."""
+    engine, _ = anyio.run(find_engine)
+    endpoint = engine.endpoint
+    argv = [*endpoint.argv, "ps", "-a", "--format", "{{.Names}}"]
+    listed = subprocess.run(
+        argv, env=client_environment(dict(endpoint.env)), capture_output=True, text=True, check=True
+    )
+    return [name for name in listed.stdout.split() if any(name.startswith(f"emberpool-{it}-") for it in pool_ids)]
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("real_engine")
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_quick_run_measures_every_mode_and_leaves_nothing(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids: list[str] = []
+    monkeypatch.setattr(RecordedPool, "ids", ids, raising=False)
+    monkeypatch.setattr(bench_module, "SandboxPool", RecordedPool)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    args = ["--quick", "--rounds", "2", "--backend", backend, "--json", "-"]
+    for name in (*USUAL, "bare_exec"):
+        args += ["--mode", name]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.stderr
+    shown = json.loads(result.stdout)
+    assert shown["machine"]["backend"] == backend
+    assert set(shown["machine"]) == set(MACHINE)
+    assert set(shown["modes"]) == {*USUAL, "bare_exec"}
+    for figures in shown["modes"].values():
+        assert figures["n"] == 2
+        assert 0 < figures["p50_ms"] <= figures["p95_ms"] <= figures["p99_ms"]
+    assert set(shown["ratios"]) == {f"cold/{name}" for name in shown["modes"] if name != "cold"}
+    assert "warm_exec" in result.stderr
+    assert len(ids) == 3
+    assert containers(ids) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("real_engine")
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_an_interrupted_run_leaves_nothing_and_says_so(backend: str, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "benchmarks.latency", "--rounds", "1000", "--backend", backend, "--json", "-"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        argv, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stderr is not None
+        assert run.stderr.readline() == "latency: warm; measuring 1000 rounds\n"
+        ids = [json.loads(file.read_text())["pool_id"] for file in tmp_path.glob("*/state/pool.json")]
+        assert containers(ids) != []
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate()
+    assert (run.returncode, out) == (130, "")
+    assert err == "latency: interrupted; everything it started is removed\n"
+    assert len(ids) == 3
+    assert containers(ids) == []
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,176 @@
+"""Engine clients: what they are given, how long they may take, and that none outlives its block."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from executor.process import Capped, ClientChannel, client, client_environment, run
+from executor.result import EngineFailed, EngineUnavailable
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(sys.platform == "win32", reason="the commands here are a POSIX shell's"),
+]
+
+ENV = client_environment()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists, be it as a zombie that nobody reaped."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def written(file: Path) -> int:
+    """The process ID in a file, once it stands there."""
+    place = anyio.Path(file)
+    with anyio.fail_after(30):
+        while not (await place.exists() and (await place.read_text()).endswith("\n")):  # noqa: ASYNC110 - a shell writes it
+            await anyio.sleep(0.01)
+    return int(await place.read_text())
+
+
+async def flood(channel: ClientChannel) -> None:
+    """Write more than any pipe holds."""
+    for _ in range(100):
+        await channel.send(b"x" * 65_536)
+
+
+async def test_command_answers_with_its_status_and_both_streams() -> None:
+    done = await run(["sh", "-c", "cat; echo err >&2; exit 3"], ENV, timeout=30, stdin=b"in")
+    assert (done.code, done.stdout, done.stderr) == (3, b"in", b"err\n")
+
+
+async def test_stdin_is_closed_where_nothing_is_given() -> None:
+    assert (await run(["cat"], ENV, timeout=30)).stdout == b""
+
+
+async def test_command_that_does_not_read_its_stdin_is_no_error() -> None:
+    done = await run(["sh", "-c", "exec <&-; echo done"], ENV, timeout=30, stdin=b"x" * 1_000_000)
+    assert (done.code, done.stdout) == (0, b"done\n")
+
+
+async def test_command_past_its_deadline_is_unavailable_and_gone(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with pytest.raises(EngineUnavailable, match=r"`sh -c` did not end within 1 s") as caught:
+        await run(["sh", "-c", f"echo $$ >{file}; exec sleep 600"], ENV, timeout=1)
+    assert caught.value.retry_after == 1
+    assert not alive(await written(file))
+
+
+async def test_flood_on_stdout_is_a_failure_and_on_stderr_is_cut() -> None:
+    flood = "head -c 3000000 /dev/zero"
+    with pytest.raises(EngineFailed, match="printed 3000000 bytes, more than the 1000"):
+        await run(["sh", "-c", flood], ENV, timeout=60, max_output=1000)
+    done = await run(["sh", "-c", f"{flood} >&2; exit 1"], ENV, timeout=60)
+    assert (done.code, len(done.stderr)) == (1, 65_536)
+
+
+async def test_missing_and_unrunnable_commands_are_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(EngineUnavailable, match="no 'no-such-engine' command"):
+        await run(["no-such-engine", "ps"], ENV, timeout=30)
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    with pytest.raises(EngineUnavailable, match="cannot be started"):
+        await run([str(plain)], ENV, timeout=30)
+
+
+async def test_error_message_holds_no_argument_beyond_the_command() -> None:
+    with pytest.raises(EngineUnavailable) as caught:
+        await run(["sleep", "600", "secret"], ENV, timeout=0.001)
+    assert "secret" not in str(caught.value)
+
+
+async def test_cancelled_command_is_killed_and_reaped(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    async with anyio.create_task_group() as tasks:
+
+        async def ask() -> None:
+            await run(["sh", "-c", f"echo $$ >{file}; exec sleep 600"], ENV, timeout=600)
+
+        tasks.start_soon(ask)
+        pid = await written(file)
+        tasks.cancel_scope.cancel()
+    assert not alive(pid)
+
+
+async def test_start_under_a_cancelled_scope_leaves_no_process(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        async with client(["sh", "-c", f"echo $$ >{file}; exec sleep 600"], ENV) as process:
+            pid = process.pid
+            await anyio.sleep(600)
+    assert scope.cancelled_caught
+    assert not alive(pid)
+
+
+async def test_leaving_the_block_by_an_error_ends_the_client() -> None:
+    with pytest.raises(LookupError):
+        async with client(["sleep", "600"], ENV) as process:
+            raise LookupError
+    assert process.returncode == -9
+    assert not alive(process.pid)
+
+
+async def test_client_that_ignores_signals_is_ended_too() -> None:
+    async with client(["sh", "-c", "trap '' TERM INT HUP; echo up; while :; do sleep 1; done"], ENV) as process:
+        assert await ClientChannel(process).receive_stdout() == b"up\n"
+    assert not alive(process.pid)
+
+
+async def test_client_stands_in_a_session_of_its_own() -> None:
+    async with client(["sleep", "600"], ENV) as process:
+        assert os.getsid(process.pid) == process.pid
+        assert os.getsid(process.pid) != os.getsid(0)
+
+
+async def test_channel_ends_its_streams_and_refuses_to_write_to_nobody() -> None:
+    async with client(["sh", "-c", "exec <&-; echo out; echo err >&2"], ENV) as process:
+        channel = ClientChannel(process)
+        assert await channel.receive_stdout() == b"out\n"
+        assert await channel.receive_stderr() == b"err\n"
+        assert await channel.receive_stdout() == b""
+        assert await channel.receive_stderr() == b""
+        assert await channel.wait() == 0
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            await flood(channel)
+        channel.kill()
+        await channel.close_stdin()
+
+
+async def test_client_environment_holds_what_finds_an_engine_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("LD_PRELOAD", "PYTHONPATH", "AWS_SECRET_ACCESS_KEY", "HTTP_PROXY", "OPENAI_API_KEY", "BASH_ENV"):
+        monkeypatch.setenv(key, "foreign")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///run/x.sock")
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    env = client_environment({"DOCKER_CONTEXT": "named"})
+    assert "foreign" not in env.values()
+    assert (env["DOCKER_HOST"], env["DOCKER_CONTEXT"], env["LC_ALL"]) == ("unix:///run/x.sock", "named", "C")
+    done = await run(["env"], env, timeout=30)
+    shown = dict(line.split("=", 1) for line in done.stdout.decode().splitlines())
+    assert {key: shown[key] for key in env} == env
+    assert set(shown) - set(env) <= {"PWD", "SHLVL", "_", "__CF_USER_TEXT_ENCODING"}
+
+
+async def test_client_environment_has_a_path_even_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PATH")
+    assert client_environment()["PATH"] == os.defpath
+
+
+def test_capped_keeps_the_beginning_and_counts_everything() -> None:
+    capped = Capped(5)
+    for part in (b"abc", b"defg", b"", b"hij"):
+        capped.add(part)
+    assert (bytes(capped.kept), capped.total) == (b"abcde", 10)
+    nothing = Capped(0)
+    nothing.add(b"x")
+    assert (bytes(nothing.kept), nothing.total) == (b"", 1)
