@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import anyio
 import structlog
 
-from executor.armed import ArmedRunner, RunnerConfig, Running, RunnerState
+from executor.armed import ArmedRunner, RunnerConfig, RunnerState, Running
 from executor.call import Call, new_token
 from executor.engine import Engine
 from executor.frames import Report

@@ -8,6 +8,7 @@ import typer
 
 from pool import logs
 from pool.cli_config import config_app
+from pool.cli_doctor import doctor
 from pool.cli_engine import engine_app, image_app
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(engine_app, name="engine")
 app.add_typer(image_app, name="image")
+app.command("doctor")(doctor)
 
 
 @app.callback()

@@ -6,12 +6,15 @@ One loop that never gives up: whatever breaks the link ends one round of it, the
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Protocol
 
 import anyio
 import structlog
 
 from executor.engine import Engine, EngineEvent, EngineInfo, ImageInfo
+from executor.paths import engine_paths
+from executor.private import hold_engine
 from executor.profile import LABEL_POOL
 from executor.result import EmberpoolError, EngineUnavailable, ImageMissing
 from executor.watch import EventHub
@@ -42,11 +45,15 @@ class EngineLink:
     ) -> None:
         self._settings, self._find, self._pool_id = settings, find, pool_id
         self._hub, self._shop, self._shell = hub, shop, shell
-        self._since, self._up = "", False
+        self._since, self._up, self._held = "", False, False
         self._seen: set[tuple[int, str, str, str]] = set()
 
     async def run(self) -> None:
         """Connect again and again, for as long as the pool lives."""
+        with ExitStack() as self._stack:
+            await self._rounds()
+
+    async def _rounds(self) -> None:
         failures = 0
         while True:
             try:
@@ -63,6 +70,10 @@ class EngineLink:
 
     async def _round(self) -> None:
         engine, info = await self._find()
+        if info.private and not self._held:
+            # From now on `emberpool engine down` refuses, for as long as this pool lives.
+            self._held = True
+            self._stack.enter_context(hold_engine(engine_paths()))
         image = await self._image(engine)
         self._shop.connection = connection(self._settings, engine, info, image, self._pool_id)
         # Events are subscribed to from a moment before anything is started, so none can be missed.
@@ -97,6 +108,9 @@ class EngineLink:
         try:
             return await engine.image(self._settings.sandbox.image)
         except ImageMissing as error:
+            if self._shop.connection is not None:
+                # What runs needs its image no more: follow it, and let the next start find out.
+                return self._shop.connection.image
             message = f"the image {self._settings.sandbox.image} is not on the engine; run: emberpool image build"
             raise ImageMissing(message, retry_after=error.retry_after) from error
 

@@ -141,7 +141,7 @@ class SandboxPool:
                 self.feed(ev.WaiterGone(waiter))
             raise
         finally:
-            del self._places[waiter]
+            self._leave(waiter)
         grant = place.answer
         if isinstance(grant, ev.Refuse):
             raise error_of(grant.refusal)
@@ -170,8 +170,8 @@ class SandboxPool:
                 raise error_of(place.answer.refusal)
             return await self._run(place, lambda left: self._shop.cold(replace(call, timeout=left)), deadline)
         finally:
+            self._leave(waiter)
             self.feed(ev.CallEnded(waiter) if isinstance(place.answer, ev.RunCold) else ev.WaiterGone(waiter))
-            del self._places[waiter]
 
     def snapshot(self) -> dict[str, Any]:
         """Counts derived from the core's state, for operators and tests: sandboxes by phase, sessions, waiters, health."""
@@ -230,8 +230,8 @@ class SandboxPool:
         n = self._parse_generation(generation) if generation is not None else None
         self._require_open()
         waiter, place = self._wait()
-        deadline = anyio.current_time() + call.timeout
-        poisoned = ""
+        began = anyio.current_time()
+        deadline, poisoned, outcome = began + call.timeout, "", "cancelled"
         try:
             self.feed(ev.CallWanted(waiter, key, epoch, deadline, n))
             await place.answered.wait()
@@ -244,11 +244,24 @@ class SandboxPool:
                 result = await self._run(place, lambda left: box.call(replace(call, timeout=left)), deadline)
             finally:
                 poisoned = box.poisoned
-            return replace(result, generation=f"{self._shop.instance}-{n}")
+            result = replace(result, generation=f"{self._shop.instance}-{n}")
+            outcome = "timed_out" if result.timed_out else "ok" if result.ok else "failed"
+            return result
+        except EmberpoolError as error:
+            outcome = error.reason
+            raise
         finally:
+            self._log.info(
+                "call.ended",
+                session=self._directory.session_id(*key),
+                generation=f"{self._shop.instance}-{n}" if n is not None else None,
+                kind=call.kind,
+                outcome=outcome,
+                seconds=round(anyio.current_time() - began, 6),
+            )
             ran = isinstance(place.answer, ev.RunCall)
+            self._leave(waiter)
             self.feed(ev.CallEnded(waiter, poisoned, self.jitter()) if ran else ev.WaiterGone(waiter))
-            del self._places[waiter]
 
     def generation(self, key: SessionKey, epoch: int) -> str | None:
         """The generation of a session, as ``Session.generation`` tells it."""
@@ -278,8 +291,7 @@ class SandboxPool:
                     self._carry_out(effect)
         finally:
             self._feeding = False
-        if self._state.drained:
-            self._gone.set()
+        self._settle()
         wake = self._state.wake_at(self._stepped)
         if wake is not None and wake < self._woken:
             self._earlier.set()
@@ -401,6 +413,15 @@ class SandboxPool:
         self._waiters += 1
         place = self._places[self._waiters] = _Place()
         return self._waiters, place
+
+    def _leave(self, waiter: int) -> None:
+        del self._places[waiter]
+        self._settle()
+
+    def _settle(self) -> None:
+        """A closing pool has ended once its containers are gone and each caller has gone on."""
+        if self._state.drained and not self._places:
+            self._gone.set()
 
     def _require_open(self) -> None:
         if not self._running:

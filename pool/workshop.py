@@ -75,6 +75,11 @@ def connection(settings: Settings, engine: Engine, info: EngineInfo, image: Imag
     return Connection(engine, info, image, profile, digest)
 
 
+LATE_START = 120.0
+"""Seconds for which a start of unknown result stays in the ledger although its container is not there: a daemon that
+hung may carry it out after all."""
+
+
 class Workshop:
     """All containers of one pool instance. ``instance`` is random for each start of a pool."""
 
@@ -164,8 +169,10 @@ class Workshop:
         """Remove sandbox ``n``, and everything of it once the container is confirmed absent. Raises the engine's error."""
         name = self.name(n)
         await self._require().engine.remove(name)
-        self._forget(name)
-        self.sandboxes.pop(n, None)
+        self._hub.forget(name)
+        if self.sandboxes.pop(n, None) is not None:
+            self._state.drop(name)
+        self._users.pop(name, None)
 
     def abandon(self, n: int) -> None:
         """Forget sandbox ``n`` without touching any container: none was made, its name is another's."""
@@ -233,6 +240,8 @@ class Workshop:
         try:
             facts = await engine.inspect(entry.name)
         except ContainerGone:
+            if not entry.container and time.time() - entry.created < LATE_START:
+                raise  # a start that was given up may still arrive
             return
         try:
             container, labels = str(facts["Id"]), dict(facts["Config"]["Labels"] or {})
