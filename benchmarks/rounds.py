@@ -43,7 +43,7 @@ async def measure(
 
             async def stop_on_signal() -> None:
                 async for _ in signals:
-                    pass
+                    tasks.cancel_scope.cancel()
                     return
 
             tasks.start_soon(stop_on_signal)

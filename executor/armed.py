@@ -80,7 +80,7 @@ class ArmedRunner:
     """One runner. ``run`` it in a task; ``problem`` names why its sandbox must go, and is empty while all is well."""
 
     def __init__(self, engine: Engine, args: list[str], config: RunnerConfig, changed: Callable[[], None]) -> None:
-        self.state = RunnerState.STARTING
+        self.state = self.last = RunnerState.STARTING
         self.facts: dict[str, Any] = {}
         self.problem = ""
         self.stderr = Capped(4_096)
@@ -109,7 +109,8 @@ class ArmedRunner:
             self.problem = f"protocol: {error}"
         finally:
             self._channel = None
-            self.state = RunnerState.ENDED
+            if self.state is not RunnerState.ENDED:
+                self.last, self.state = self.state, RunnerState.ENDED
             if self._running is not None:
                 self._running.done.set()
             self._changed()
@@ -170,7 +171,7 @@ class ArmedRunner:
             raise ProtocolError(f"a frame of type {kind} while {state.value}")
 
     def _become(self, state: RunnerState) -> None:
-        self.state = state
+        self.last, self.state = self.state, state
         self._changed()
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -217,6 +218,4 @@ class ArmedRunner:
 
 
 def _input(seq: int, data: bytes, start: int, end: int) -> list[bytes]:
-    return [
-        frames.encode(frames.INPUT, seq, data[at : min(at + 65_536, end)]) for at in range(start, end, 65_536)
-    ]
+    return [frames.encode(frames.INPUT, seq, data[at : min(at + 65_536, end)]) for at in range(start, end, 65_536)]

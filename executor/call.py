@@ -6,7 +6,6 @@ and the program that carries the call out, its request and its stdin follow on t
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import struct
@@ -94,8 +93,8 @@ class Call:
         """What the engine is told to run in an image that has Python: the loader, and a token to know the exec by."""
         return ("python3", "-I", "-B", "-c", LOADER, token)
 
-    def payload(self, image_env: Iterable[str] = ()) -> bytes:
-        """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed.
+    def request(self, image_env: Iterable[str] = ()) -> dict[str, Any]:
+        """What the program inside is told to do: environment, working directory, and ``argv`` or ``code``.
 
         ``image_env`` is what the container's own environment should hold (``KEY=VALUE``). It is told from out here, and what
         stands in the container is dropped: there, a client's configuration can have added proxies and their passwords.
@@ -107,7 +106,15 @@ class Call:
             request["argv"] = list(self.argv)
         else:
             request["code"] = self.code
-        return _frame(_program()) + _frame(json.dumps(request).encode("ascii"))
+        return request
+
+    def payload(self, image_env: Iterable[str] = ()) -> bytes:
+        """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed."""
+        asked = self.request(image_env)
+        env = "\0".join(f"{key}={value}" for key, value in asked["env"].items())
+        body = self.code if self.code is not None else "\0".join(self.argv)
+        fields = (f"{asked['cwd']}\0{self.kind}", env, body)
+        return _frame(_program()) + b"".join(_frame(text.encode("utf-8")) for text in fields)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import anyio
 import structlog
@@ -13,12 +13,13 @@ from executor.docker import classify
 from executor.engine import Engine, ImageInfo, NameTaken
 from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, exec_result, never_began
 from executor.profile import ContainerProfile, Identity
-from executor.result import CallResult, EmberpoolError, ProfileMismatch, SandboxDied
+from executor.result import CallResult, EmberpoolError, EngineUnavailable, ProfileMismatch, SandboxDied
 from executor.watch import EventHub, Watch
 
 log = structlog.get_logger("emberpool.cold")
 
 REMOVE_TIMEOUT = 20.0
+PROBE_TIMEOUT = 30.0
 GONE_PATIENCE = 2.0
 RUN_FAILED = 125
 """The status with which an engine's `run` says that it made no container, or could not start it."""
@@ -32,6 +33,17 @@ class ColdSpec:
     profile: ContainerProfile
     image: ImageInfo
     python: bool = True
+
+
+async def has_python(engine: Engine, hub: EventHub, spec: ColdSpec) -> bool:
+    """Whether the image has a ``python3``, found out in a disposable container. Raises what ``cold_call`` raises."""
+    probe = replace(spec, python=False)
+    done = await cold_call(
+        engine, hub, probe, Call(argv=("python3", "-I", "-B", "-c", "print(1)"), timeout=PROBE_TIMEOUT)
+    )
+    if done.timed_out:
+        raise EngineUnavailable(f"the image's python3 did not answer within {PROBE_TIMEOUT:g} s")
+    return done.stdout == b"1\n"
 
 
 async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -> CallResult:

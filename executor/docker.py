@@ -45,8 +45,8 @@ _SIGNS: tuple[tuple[type[EmberpoolError], tuple[str, ...]], ...] = (
     ),
     (NameTaken, ("is already in use by container", "the container name is already in use", "that name is already in use")),
     (ImageMissing, ("no such image", "unable to find image", "image not known", "not found: does not exist or no pull access")),
-    (ContainerGone, ("no such container", "no container with name or id", "is not running", "can only create exec sessions on running")),
-    (ProfileMismatch, ("unknown or invalid runtime name", "unknown flag", "default oci runtime", "invalid runtime", "does not support")),
+    (ContainerGone, ("no such container", "no container with name or id", "is not running", "can only kill running containers", "can only create exec sessions on running")),
+    (ProfileMismatch, ("unknown or invalid runtime name", "unknown flag", "unknown runtime specified", "default oci runtime", "invalid runtime", "does not support")),
 )  # fmt: skip
 
 
@@ -294,7 +294,7 @@ def parse_event(line: bytes) -> EngineEvent | None:
             exec_id=str(attributes.get("execID", "")),
             exit_code=None if code is None else int(code),
         )
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

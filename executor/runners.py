@@ -10,7 +10,7 @@ import anyio
 import structlog
 
 from executor.armed import ArmedRunner, RunnerConfig, RunnerState, Running
-from executor.call import Call, new_token
+from executor.call import LOADER, Call, new_token
 from executor.engine import Engine
 from executor.frames import Report
 from executor.profile import exec_args
@@ -75,7 +75,7 @@ class Runners:
         """Arm one exec after the other until the sandbox is closed or lost."""
         place = self._place
         while not self.over and self.problem is None and not place.watch.died.is_set():
-            argv = ("python3", "-I", "-B", "-c", place.config.loader, new_token())
+            argv = ("python3", "-I", "-B", "-c", LOADER, new_token())
             expected = place.watch.expect(argv)
             args = exec_args(place.watch.name, argv, user=place.user)
             runner = self._runner = ArmedRunner(place.engine, args, place.config, self._notify)
@@ -122,14 +122,20 @@ class Runners:
             if expected.exit_code is None and (not place.hub.connected or not expected.created):
                 # The engine was lost, or never made the exec. The container may live on, and arms again once it can;
                 # an image without Python shows itself here too: its exec is made, and its program is not there.
-                log.info("runner.not_armed", sandbox=place.watch.name, said=bytes(runner.stderr.kept[:200]).decode("utf-8", "replace"))
+                log.info(
+                    "runner.not_armed",
+                    sandbox=place.watch.name,
+                    said=bytes(runner.stderr.kept[:200]).decode("utf-8", "replace"),
+                )
                 await anyio.sleep(RETRY)
                 return
-            if runner.last is RunnerState.STARTING and b"executable file not found" in runner.output_head:
+            if runner.last is RunnerState.STARTING and expected.exit_code in (126, 127):
                 self.missing = True
         reason = runner.problem or f"the runner ended while {runner.last.value}"
         if self.problem is None:
-            self.problem = SandboxDied(f"the sandbox's runner cannot be trusted any more: {reason}", cause=cause_of(runner), started=False)
+            self.problem = SandboxDied(
+                f"the sandbox's runner cannot be trusted any more: {reason}", cause=cause_of(runner), started=False
+            )
         log.warning("runner.lost", sandbox=place.watch.name, reason=reason)
         if not self.missing:
             await place.kill(cause_of(runner))
@@ -141,7 +147,9 @@ class Runners:
                 if self.problem is not None:
                     raise self.problem
                 if self.over or self._place.watch.died.is_set():
-                    raise SandboxDied("the sandbox ended before the call began", cause=self._place.watch.cause, started=False)
+                    raise SandboxDied(
+                        "the sandbox ended before the call began", cause=self._place.watch.cause, started=False
+                    )
                 if self._runner is not None and self._runner.state is RunnerState.ARMED:
                     return self._runner
                 await self._changed.wait()
@@ -157,7 +165,8 @@ class Runners:
         ooms = place.watch.ooms
         running = runner.begin(call.max_output)
         header = {"timeout": left, "grace": place.grace, "max_output": call.max_output, "credit": None}
-        request = json.dumps(call.request(place.image_env, place.cpu_seconds)).encode("ascii")
+        asked = {**call.request(place.image_env), "cpu_seconds": place.cpu_seconds}
+        request = json.dumps(asked).encode("ascii")
         try:
             with anyio.move_on_after(left + place.grace + ANSWER_PATIENCE):
                 await runner.ask(running, header, request, call.stdin)

@@ -1,29 +1,40 @@
-"""One hardened container: start it, verify it, run calls in it by plain exec, kill it, destroy it."""
+"""One hardened container: start it, verify it, run calls in it, kill it, destroy it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import anyio
 import structlog
+from anyio.abc import TaskGroup
 
+from executor.armed import RunnerConfig
 from executor.attached import Attached, run_attached
-from executor.call import Call, carried, new_token
+from executor.call import Call
 from executor.docker import classify
 from executor.engine import ContainerGone, Engine, ImageInfo
-from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, exec_result, never_began
+from executor.plain import PlainExec
 from executor.profile import ContainerProfile, Identity, exec_args
-from executor.result import CallResult, EmberpoolError, EngineFailed, EngineUnavailable, ProfileMismatch, SandboxDied
-from executor.verify import check_inside, check_inspect, probe_argv, require
-from executor.watch import EventHub, ExecWatch, Watch
+from executor.result import CallResult, EmberpoolError, EngineFailed, EngineUnavailable, ProfileMismatch
+from executor.runners import Place, Runners
+from executor.verify import INSIDE_FILES, Finding, check_files, check_inside, check_inspect, probe_argv, require
+from executor.watch import EventHub, Watch
 
 log = structlog.get_logger("emberpool.sandbox")
 
 PROBE_TIMEOUT = 15.0
 KILL_TIMEOUT = 5.0
-KILLED_PATIENCE = 0.3
-EVENT_PATIENCE = 2.0
-"""Seconds to wait, after an exec's client has ended, for the event that says how the exec ended (it comes within ms)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """How a sandbox's runners behave: ``calls`` for each exec (0 for no limit), modules to ``preload``, and the seconds of
+    ``grace`` between SIGTERM and SIGKILL."""
+
+    calls: int = 1
+    preload: tuple[str, ...] = ()
+    grace: float = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,22 +50,65 @@ class SandboxSpec:
     nonce: str
     lifetime: float
     seccomp: bool = True
+    runner: RunnerOptions = RunnerOptions()
 
 
 class Sandbox:
     """A started and verified container. ``poisoned`` names why it must not serve another call; empty while it may.
 
-    The owner destroys a poisoned sandbox; by the time a call has returned or raised, nothing of it runs any more.
+    The owner destroys a poisoned sandbox; by the time a call has returned or raised, nothing of it runs any more. Where
+    the image has Python and ``tasks`` are given, calls go to a runner that is kept armed by a task of that group.
     """
 
-    def __init__(self, engine: Engine, hub: EventHub, spec: SandboxSpec, container: str, *, python: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        hub: EventHub,
+        spec: SandboxSpec,
+        container: str,
+        *,
+        python: bool,
+        tasks: TaskGroup | None = None,
+    ) -> None:
         self.name, self.container, self.user, self.python = spec.identity.name, container, spec.user, python
         self.poisoned = ""
-        self._engine, self._hub = engine, hub
+        self._engine, self._hub, self._spec = engine, hub, spec
         self._watch = hub.watch(self.name)
-        self._cpu_seconds = spec.profile.limits.cpu_seconds if spec.profile.cpu_limit else None
-        self._cpus = spec.profile.cpus or 1.0
-        self._image_env = (*spec.image.env, *spec.profile.env)
+        limits, image_env = spec.profile.limits, (*spec.image.env, *spec.profile.env)
+        self._plain = PlainExec(
+            engine=engine,
+            hub=hub,
+            watch=self._watch,
+            user=spec.user,
+            python=python,
+            image_env=image_env,
+            cpu_seconds=limits.cpu_seconds if spec.profile.cpu_limit else None,
+            cpus=spec.profile.cpus or 1.0,
+            poison=self._poison,
+            kill=self._kill,
+        )
+        self._runners: Runners | None = None
+        if python and tasks is not None:
+            options = spec.runner
+            place = Place(
+                engine=engine,
+                hub=hub,
+                watch=self._watch,
+                user=spec.user,
+                config=RunnerConfig(
+                    keeper=spec.profile.user.partition(":")[0],
+                    files=INSIDE_FILES,
+                    preload=options.preload,
+                    calls=options.calls,
+                ),
+                image_env=image_env,
+                cpu_seconds=limits.cpu_seconds,
+                grace=options.grace,
+                check=self._check_hello,
+                kill=self._kill,
+            )
+            self._runners = Runners(place)
+            tasks.start_soon(self._runners.keep)
 
     def __repr__(self) -> str:
         return f"<Sandbox {self.name} poisoned={self.poisoned!r}>"
@@ -63,115 +117,40 @@ class Sandbox:
     def watch(self) -> Watch:
         return self._watch
 
+    async def ready(self) -> None:
+        """Wait until the runner has shown the boundary from inside and is armed. Raises what is wrong with either."""
+        if self._runners is not None:
+            await self._runners.armed(PROBE_TIMEOUT)
+
     async def call(self, call: Call) -> CallResult:
-        """Run one call by plain exec. Raises ``SandboxDied`` or ``EngineUnavailable``; a timeout is a result.
+        """Run one call. Raises ``SandboxDied``, ``EngineUnavailable`` or ``InvalidCall``; a timeout is a result."""
+        if self._runners is not None:
+            return await self._runners.call(call)
+        return await self._plain.call(call)
 
-        Killing an exec's client kills nothing inside, so a call that ends by its deadline, a cancel or a lost client
-        takes the container with it.
-        """
-        token = new_token()
-        argv = call.client_argv(token) if self.python else call.argv
-        if self._watch.died.is_set():
-            raise self._died(started=False)
-        watch, ooms = self._watch.expect(argv), self._watch.ooms
-        try:
-            with carried(call, python=self.python, image_env=self._image_env) as (stdin, env_file):
-                args = exec_args(self.name, argv, user=self.user, env_file=env_file)
-                end = await run_attached(
-                    self._engine, args, stdin=stdin, timeout=call.timeout, max_output=call.max_output,
-                    over=watch.ended, died=self._watch.died,
-                )  # fmt: skip
-            return await self._outcome(end, watch, ooms)
-        except anyio.get_cancelled_exc_class():
-            await self._kill("cancelled")
-            raise
-        finally:
-            self._watch.dismiss(watch)
-
-    async def _outcome(self, end: Attached, watch: ExecWatch, ooms: int) -> CallResult:
-        if end.ended_by == "deadline":
-            await self._kill("timeout")
-            return exec_result(end, timed_out=True, oom=self._watch.ooms > ooms)
-        if end.ended_by == "client":
-            await self._first_of(watch.ended, self._watch.died)
-        if watch.exit_code == KILL_CODE and not await self._survived():
-            raise self._died(started=True)
-        if watch.exit_code is None and await self._never_began(end, watch):
-            return never_began(end)
-        if watch.exit_code is None:
-            raise await self._no_exit(end, watch)
-        if end.ended_by == "over":
-            # The call's own process has ended; what still holds its streams was left running and must not live on.
-            await self._kill("lingering")
-        cpu = self._cpu_seconds is not None and end.duration * max(1.0, self._cpus) >= self._cpu_seconds
-        return exec_result(
-            end,
-            exit_code=watch.exit_code,
-            oom=self._watch.ooms > ooms,
-            cpu=cpu and watch.exit_code == LIMIT_SIGNAL_CODE,
+    def _check_hello(self, facts: dict[str, object]) -> None:
+        spec, files = self._spec, facts.get("files")
+        own = [
+            Finding(point, wanted, facts.get(key), "equal" if facts.get(key) == wanted else "weaker")
+            for point, key, wanted in (
+                ("nonce in /tool", "nonce", spec.nonce),
+                ("runner protected from tool code", "undumpable", True),
+                ("orphans come home to the runner", "subreaper", True),
+                ("nothing else runs", "alone", True),
+                ("runner's own problem", "problem", ""),
+            )
+        ]
+        texts = (
+            {key: value for key, value in files.items() if isinstance(value, str)} if isinstance(files, dict) else {}
         )
+        require([*own, *check_files(texts, spec.profile, user=spec.user, seccomp=spec.seccomp)])
 
-    async def _never_began(self, end: Attached, watch: ExecWatch) -> bool:
-        """Whether the engine made the exec and then could not start its program: no event tells of that one."""
-        refused = end.ended_by == "client" and end.code in (CANNOT_RUN, NOT_FOUND) and watch.created
-        return refused and not self.python and self._hub.connected and await self._survived()
-
-    async def _no_exit(self, end: Attached, watch: ExecWatch) -> EmberpoolError:
-        """The error of an exec of which no event told an exit status."""
-        if self._watch.died.is_set():
-            self.poisoned = self._watch.cause
-            return self._died(started=watch.created)
-        if not watch.created and self._hub.connected:
-            error = classify(bytes(end.stderr.kept), end.code or 0, f"starting a call in {self.name}")
-            if isinstance(error, ContainerGone):
-                self.poisoned = "unknown"
-                return SandboxDied(
-                    f"the sandbox was gone before the call began: {error}", cause="unknown", started=False
-                )
-            self.poisoned = "" if isinstance(error, EngineUnavailable) else "unknown"
-            return error
-        await self._kill("engine")
-        message = "the engine was lost while the call ran; what the code did is unknown"
-        return SandboxDied(message, cause="unknown" if self._hub.connected else "engine", started=True)
-
-    async def _survived(self) -> bool:
-        """Whether the container outlived an exec that ended by SIGKILL.
-
-        A container's end kills its execs, and theirs may be the first to be told: the call must not report that as its
-        own code's death.
-        """
-        with anyio.move_on_after(KILLED_PATIENCE):
-            await self._watch.died.wait()
-        if not self._watch.died.is_set():
-            try:
-                if (await self._engine.inspect(self.name))["State"]["Running"] is True:
-                    return True
-            except (EmberpoolError, LookupError, TypeError) as error:
-                log.warning("sandbox.unknown_state", sandbox=self.name, error=str(error))
-        self.poisoned = self._watch.cause
-        return False
-
-    def _died(self, *, started: bool) -> SandboxDied:
-        cause = self._watch.cause
-        when = "while the call ran" if started else "before the call began"
-        return SandboxDied(
-            f"the sandbox ended {when} ({cause}); what the session kept in it is gone", cause=cause, started=started
-        )
-
-    async def _first_of(self, *events: anyio.Event) -> None:
-        with anyio.move_on_after(EVENT_PATIENCE):
-            async with anyio.create_task_group() as tasks:
-
-                async def wait(event: anyio.Event) -> None:
-                    await event.wait()
-                    tasks.cancel_scope.cancel()
-
-                for event in events:
-                    tasks.start_soon(wait, event)
+    def _poison(self, why: str) -> None:
+        self.poisoned = self.poisoned or why
 
     async def _kill(self, why: str) -> None:
         """End everything in the container now; its owner removes it later. Never raises and never hangs."""
-        self.poisoned = self.poisoned or why
+        self._poison(why)
         with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_TIMEOUT):
             try:
                 await self._engine.kill(self.name)
@@ -180,13 +159,29 @@ class Sandbox:
 
     async def destroy(self) -> None:
         """Remove the container and return once it is confirmed absent; raises the engine's error while it is not."""
+        self.let_go()
         await self._engine.remove(self.name)
         self._hub.forget(self.name)
 
+    def let_go(self) -> None:
+        """Kill the exec clients first: an exec that nobody reads holds up the engine's removal of its container."""
+        if self._runners is not None:
+            self._runners.close()
 
-async def start_sandbox(engine: Engine, hub: EventHub, spec: SandboxSpec, *, python: bool | None = None) -> Sandbox:
+
+async def start_sandbox(
+    engine: Engine,
+    hub: EventHub,
+    spec: SandboxSpec,
+    *,
+    python: bool | None = None,
+    tasks: TaskGroup | None = None,
+    created: Callable[[str], None] = lambda container: None,
+) -> Sandbox:
     """Start a container and verify its boundary; ``python`` says whether its image is known to have an interpreter.
 
+    With ``tasks``, calls go to runners that a task of that group keeps armed until the sandbox is let go; without, and in
+    an image without Python, they go by plain exec. ``created`` is told the container's full ID as soon as it is known.
     On any error or cancel the container may exist: its owner removes it by name. Raises ``ImageMissing``,
     ``ProfileMismatch``, ``EngineUnavailable``.
     """
@@ -200,8 +195,17 @@ async def start_sandbox(engine: Engine, hub: EventHub, spec: SandboxSpec, *, pyt
         spec.image.id, identity=spec.identity, staging=spec.staging, lifetime=spec.lifetime
     )
     container = await engine.start(args)
+    created(container)
     facts = await engine.inspect(spec.identity.name)
     require(check_inspect(facts, spec.profile, spec.image, staging=spec.staging, labels=spec.identity.labels))
+    if python and tasks is not None:
+        box = Sandbox(engine, hub, spec, container, python=True, tasks=tasks)
+        try:
+            await box.ready()
+        except BaseException:
+            box.let_go()
+            raise
+        return box
     inside = await _ask_inside(engine, hub, spec, probe_argv())
     require(
         check_inside(bytes(inside.stdout.kept), spec.profile, user=spec.user, nonce=spec.nonce, seccomp=spec.seccomp)

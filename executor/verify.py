@@ -174,8 +174,15 @@ def check_inside(
     text = [part.decode("utf-8", "replace") for part in parts[1:-1]]
     if len(text) != len(INSIDE_FILES):
         return [Finding("probe", f"{len(INSIDE_FILES)} files", f"{len(text)} parts", "unreadable")]
+    return check_files(dict(zip(INSIDE_FILES, text, strict=True)), profile, user=user, seccomp=seccomp)
+
+
+def check_files(
+    files: Mapping[str, str], profile: ContainerProfile, *, user: str, seccomp: bool = True
+) -> list[Finding]:
+    """Compare the contents of ``INSIDE_FILES``, as a runner's hello tells them, with the profile."""
     try:
-        return list(_inside_points(dict(zip(INSIDE_FILES, text, strict=True)), profile, user, seccomp))
+        return list(_inside_points(files, profile, user, seccomp))
     except (LookupError, ValueError) as error:
         return [Finding("probe", "files of a known form", repr(error), "unreadable")]
 

@@ -72,6 +72,7 @@ class SandboxSettings(_Section):
     pids: int = Field(default=128, ge=16, le=4_194_304)
     tmpfs_mb: int = Field(default=64, ge=1, le=1_048_576)
     seccomp: str = ""
+    preload: StringList = ()
 
     @field_validator("image")
     @classmethod
@@ -179,6 +180,7 @@ class CallSettings(_Section):
 
     timeout: Duration = 60.0
     grace: Duration = 2.0
+    calls_per_exec: int = Field(default=1, ge=0, le=1_000_000_000)
     max_input: Size = 32_000_000
     max_output: Size = 1_048_576
 

@@ -76,12 +76,12 @@ class SandboxPool:
         self._entered = True
         self._directory = StateDirectory.open(self.settings.pool.state_dir)
         self._log = log.bind(pool=self._directory.pool_id, name=self.settings.pool.name)
-        self._shop = Workshop(self.settings, self._directory, self._hub)
+        self._tasks: TaskGroup = anyio.create_task_group()
+        self._shop = Workshop(self.settings, self._directory, self._hub, self._tasks)
         self._link = EngineLink(self.settings, self._find, self._directory.pool_id, self._hub, self._shop, self)
         self._earlier, self._woken = anyio.Event(), float("inf")
         self._stepped = anyio.current_time()
         self._gone = anyio.Event()
-        self._tasks: TaskGroup = anyio.create_task_group()
         self._caller: TaskGroup = anyio.create_task_group()
         await self._caller.__aenter__()
         # A cancel that comes now is seen at the caller's next checkpoint; torn here, it would keep the lock.

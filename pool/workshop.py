@@ -7,12 +7,17 @@ import hashlib
 import json
 import secrets
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
+import anyio
 import structlog
+from anyio.abc import TaskGroup
 
 from executor.call import Call
-from executor.cold import ColdSpec, cold_call
+from executor.cold import ColdSpec, cold_call, has_python
 from executor.engine import ContainerGone, Engine, EngineInfo, ImageInfo
 from executor.profile import (
     LABEL_CONFIG,
@@ -25,7 +30,7 @@ from executor.profile import (
     Limits,
 )
 from executor.result import CallResult, EmberpoolError, EngineFailed, EngineUnavailable, PoolUnusable
-from executor.sandbox import Sandbox, SandboxSpec, start_sandbox
+from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
 from executor.watch import EventHub
 from pool.config import Settings
 from pool.ledger import Entry, EntryState, StateDirectory
@@ -83,7 +88,7 @@ hung may carry it out after all."""
 class Workshop:
     """All containers of one pool instance. ``instance`` is random for each start of a pool."""
 
-    def __init__(self, settings: Settings, state: StateDirectory, hub: EventHub) -> None:
+    def __init__(self, settings: Settings, state: StateDirectory, hub: EventHub, tasks: TaskGroup) -> None:
         self.instance = secrets.token_hex(4)
         self.connection: Connection | None = None
         self.sandboxes: dict[int, Sandbox] = {}
@@ -95,6 +100,8 @@ class Workshop:
             settings.sandbox.user, settings.sandbox.uid_range, tuple(settings.sandbox.mounts)
         )
         self._python: dict[str, bool] = {}
+        self._known: set[str] = set()
+        self._tasks, self._asking = tasks, anyio.Lock()
 
     def name(self, n: int) -> str:
         """The name of the container of sandbox ``n``."""
@@ -148,31 +155,54 @@ class Workshop:
         """Start and verify sandbox ``n``. On any error the container may exist, and its entry stands: ``stop`` it."""
         link, name = self._require(), self.name(n)
         user = self._users[name]
+        python = await self._has_python(link)
         place, nonce = self._state.stage(name)
         call, pool = self._settings.call, self._settings.pool
         spec = SandboxSpec(
             identity=self._identity(name, "sandbox", link.config_hash),
-            profile=replace(link.profile, user=self._user_policy.keeper),
+            # A limit on the container would wear a runner down; it sets one for each call instead.
+            profile=replace(link.profile, user=self._user_policy.keeper, cpu_limit=not python),
             image=link.image,
             user=user,
             staging=str(place),
             nonce=nonce,
             lifetime=pool.standby_max_age + pool.max_lifetime + call.timeout + call.grace,
+            runner=RunnerOptions(calls=call.calls_per_exec, preload=self._settings.sandbox.preload, grace=call.grace),
         )
-        box = await start_sandbox(link.engine, self._hub, spec, python=self._python.get(link.image.id))
-        self._python[link.image.id] = box.python
-        self._state.enter(Entry(name, "standby", container=box.container, user=user, created=time.time()))
+
+        def created(container: str) -> None:
+            self._state.enter(Entry(name, "standby", container=container, user=user, created=time.time()))
+            self._known.add(name)
+
+        box = await start_sandbox(link.engine, self._hub, spec, python=python, tasks=self._tasks, created=created)
         self.sandboxes[n] = box
         return box
 
     async def stop(self, n: int) -> None:
         """Remove sandbox ``n``, and everything of it once the container is confirmed absent. Raises the engine's error."""
-        name = self.name(n)
+        name, box = self.name(n), self.sandboxes.pop(n, None)
+        if box is not None:
+            box.let_go()
         await self._require().engine.remove(name)
         self._hub.forget(name)
-        if self.sandboxes.pop(n, None) is not None:
+        # Where the start never told an ID, the entry stays for a while: the daemon may still carry it out.
+        if name in self._known:
+            self._known.discard(name)
             self._state.drop(name)
         self._users.pop(name, None)
+
+    async def _has_python(self, link: Connection) -> bool:
+        """Whether the image has an interpreter, found out once for each image, in a disposable container."""
+        async with self._asking:
+            if link.image.id not in self._python:
+                async with self._disposable("probe") as (name, user):
+                    spec = ColdSpec(
+                        identity=self._identity(name, "probe", link.config_hash),
+                        profile=replace(link.profile, user=user),
+                        image=link.image,
+                    )
+                    self._python[link.image.id] = await has_python(link.engine, self._hub, spec)
+            return self._python[link.image.id]
 
     def abandon(self, n: int) -> None:
         """Forget sandbox ``n`` without touching any container: none was made, its name is another's."""
@@ -181,26 +211,27 @@ class Workshop:
         self._users.pop(name, None)
         self._drop(name)
 
-    def _forget(self, name: str) -> None:
-        self._hub.forget(name)
-        self._state.drop(name)
-        self._users.pop(name, None)
-
     async def cold(self, call: Call) -> CallResult:
         """Run one call in a disposable container of its own."""
         link = self._require()
-        self._colds += 1
-        name = f"emberpool-{self._state.pool_id}-{self.instance}-c{self._colds}"
-        user = self._enter(name, "cold", link.image)
-        watch = self._hub.watch(name)
-        spec = ColdSpec(
-            identity=self._identity(name, "cold", link.config_hash),
-            profile=replace(link.profile, user=user),
-            image=link.image,
-            python=self._python.get(link.image.id, True),
-        )
-        try:
+        async with self._disposable("cold") as (name, user):
+            spec = ColdSpec(
+                identity=self._identity(name, "cold", link.config_hash),
+                profile=replace(link.profile, user=user),
+                image=link.image,
+                python=self._python.get(link.image.id, True),
+            )
             return await cold_call(link.engine, self._hub, spec, call)
+
+    @asynccontextmanager
+    async def _disposable(self, kind: Literal["cold", "probe"]) -> AsyncIterator[tuple[str, str]]:
+        """Name and user of a container that ends with the block, in the ledger for as long as it may exist."""
+        self._colds += 1
+        name = f"emberpool-{self._state.pool_id}-{self.instance}-{kind[0]}{self._colds}"
+        user = self._enter(name, kind, self._require().image)
+        watch = self._hub.watch(name)
+        try:
+            yield name, user
         finally:
             # Where its absence is not confirmed the entry stays, and the next resync removes the container.
             self._users.pop(name, None)

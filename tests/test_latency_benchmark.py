@@ -323,11 +323,15 @@ def test_an_interrupted_run_leaves_nothing_and_says_so(backend: str, tmp_path: P
         argv, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as run:
         assert run.stderr is not None
-        assert run.stderr.readline() == "latency: warm; measuring 1000 rounds\n"
-        ids = [json.loads(file.read_text())["pool_id"] for file in tmp_path.glob("*/state/pool.json")]
-        assert containers(ids) != []
-        run.send_signal(signal.SIGINT)
-        out, err = run.communicate()
+        try:
+            assert run.stderr.readline() == "latency: warm; measuring 1000 rounds\n"
+            ids = [json.loads(file.read_text())["pool_id"] for file in tmp_path.glob("*/state/pool.json")]
+            assert containers(ids) != []
+            run.send_signal(signal.SIGINT)
+            out, err = run.communicate(timeout=60)
+        finally:
+            # Where it did not end by itself the test has failed, and must not wait for a thousand rounds.
+            run.kill()
     assert (run.returncode, out) == (130, "")
     assert err == "latency: interrupted; everything it started is removed\n"
     assert len(ids) == 3
