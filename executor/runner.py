@@ -12,21 +12,22 @@ import sys
 
 BASELINE = frozenset(sys.modules)  # what a fresh interpreter holds; the rest is taken away before a call's code begins
 
-import atexit  # noqa: E402
-import gc  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import resource  # noqa: E402
-import select  # noqa: E402
-import signal  # noqa: E402
-import time  # noqa: E402
-import weakref  # noqa: E402
+import atexit
+import fcntl
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import time
+import weakref
 
 # Frames, as executor.frames has them: type, sequence number, length, payload.
 CALL, INPUT, INPUT_END, CREDIT, CANCEL, LEAVE = 1, 2, 3, 4, 5, 6
 HELLO, ARMED, OUT, ERR, TAKEN, DONE, CLEAN, DIRTY, POISONED = 17, 18, 19, 20, 21, 22, 23, 24, 25
 HEADER = 9
-ASK = 3  # the descriptor on which a waiting child is given its call
+ASK, ASK_READY = 3, 4  # the descriptors on which a waiting child is given its call, and says that it is prepared
 CHUNK = 65536
 MAX_FRAME = 1 << 26
 BUFFERED = 1 << 18  # bytes that wait for the host before the runner stops reading the call's output
@@ -188,9 +189,8 @@ class Runner:
         poll = select.poll()
         poll.register(0, select.POLLIN)
         poll.register(self.wake_r, select.POLLIN)
-        rest = []
         while True:
-            frames = self.read_frames() if not rest else rest
+            frames = self.read_frames()
             for index, frame in enumerate(frames):
                 if frame[0] == CALL and frame[1] == self.seq:
                     return frame[2], frames[index + 1 :]
@@ -219,6 +219,18 @@ class Runner:
             if pid == 0:
                 return gone
             gone.append((pid, status, usage))
+
+    def rehearse(self, child):
+        """Touch what a call will touch: after a fork this process copies its pages too, and now it has the time."""
+        header = json.dumps({"timeout": 1.0, "grace": 1.0, "max_output": 1, "credit": None}).encode("ascii")
+        call = Served(self, child, json.loads(header), time.monotonic())
+        call.ended(0, resource.getrusage(resource.RUSAGE_SELF))
+        json.dumps(call.report())
+        own_limits()
+        poll = select.poll()
+        poll.register(0, select.POLLIN)
+        poll.poll(0)
+        return child.prepared()
 
     # --- one call -----------------------------------------------------------------------------------------------------
 
@@ -445,10 +457,16 @@ class Served:
 class Child:
     """The waiting process, from the runner's side."""
 
-    def __init__(self, pid, give, stdin, out, err):
-        self.pid, self._give, self.stdin, self.out, self.err = pid, give, stdin, out, err
+    def __init__(self, pid, give, stdin, out, err, ready):
+        self.pid, self._give, self.stdin, self.out, self.err, self._ready = pid, give, stdin, out, err, ready
         for fd in (stdin, out, err):
             os.set_blocking(fd, False)
+
+    def prepared(self):
+        """Wait until the child has prepared itself; whether it has."""
+        ready = os.read(self._ready, 1) == b"1"
+        os.close(self._ready)
+        return ready
 
     def give(self, payload):
         data = len(payload).to_bytes(4, "big") + payload
@@ -473,22 +491,25 @@ class Child:
 def fork_ahead(libc):
     """Fork the process of the next call: a ``Child`` in the runner, ``None`` in the child, which is ready to wait."""
     ask_r, ask_w = os.pipe()
+    ready_r, ready_w = os.pipe()
     in_r, in_w = os.pipe()
     out_r, out_w = os.pipe()
     err_r, err_w = os.pipe()
     pid = os.fork()
     if pid:
-        for fd in (ask_r, in_r, out_w, err_w):
+        for fd in (ask_r, in_r, out_w, err_w, ready_w):
             os.close(fd)
-        return Child(pid, ask_w, in_w, out_r, err_r)
+        return Child(pid, ask_w, in_w, out_r, err_r, ready_r)
     signal.set_wakeup_fd(-1)
     os.setsid()
     # Everything but its own four pipes goes before anyone may look: close-on-exec does not act on a fork.
     for fd, place in ((in_r, 0), (out_w, 1), (err_w, 2)):
         os.dup2(fd, place)
-    if ask_r != ASK:
-        os.dup2(ask_r, ASK, inheritable=False)
-    os.closerange(4, min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    # Both are copied out of the way first: either may stand on the other's place.
+    ask_r, ready_w = fcntl.fcntl(ask_r, fcntl.F_DUPFD_CLOEXEC, 32), fcntl.fcntl(ready_w, fcntl.F_DUPFD_CLOEXEC, 32)
+    os.dup2(ask_r, ASK, inheritable=False)
+    os.dup2(ready_w, ASK_READY, inheritable=False)
+    os.closerange(5, min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     libc.unprotect()
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
@@ -501,8 +522,74 @@ def fork_ahead(libc):
     return None
 
 
+class Prepared:
+    """In the child, ahead of the call: the interpreter as a fresh one would be, with a nameless file for the call's source.
+
+    The file is real, so that tracebacks, ``inspect`` and the processes of ``multiprocessing`` can open it. Everything that
+    a call will touch is touched once here: a forked process copies each page when it first writes to it, and that is time
+    that a waiting child has and a call has not.
+    """
+
+    def __init__(self):
+        self.fd = os.memfd_create("call.py")
+        self.name = "/proc/%d/fd/%d" % (os.getpid(), self.fd)
+        for module in set(sys.modules) - BASELINE - KEPT:
+            del sys.modules[module]
+        self.main = type(sys)("__main__")
+        loader = sys.modules["_frozen_importlib_external"].SourceFileLoader("__main__", self.name)
+        self.main.__dict__.update(
+            __builtins__=__builtins__, __file__=self.name, __cached__=None, __annotations__={}, __loader__=loader
+        )
+        sys.modules["__main__"] = self.main
+        sys.argv = [self.name]
+        if hasattr(sys, "orig_argv"):
+            sys.orig_argv = ["python3", "-I", "-B", self.name]
+        self.rehearse()
+
+    def rehearse(self):
+        set_environment(json.loads(json.dumps({"env": dict(os.environ)}))["env"])
+        self.store(REHEARSAL.encode("utf-8"))
+        os.ftruncate(self.fd, 0)
+        exec(compile(REHEARSAL, self.name, "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+        os.chdir(os.getcwd())
+        resource.setrlimit(resource.RLIMIT_CPU, resource.getrlimit(resource.RLIMIT_CPU))
+        try:
+            raise SystemExit(0)
+        except SystemExit:
+            pass
+        noticed()
+
+    def store(self, data):
+        written = 0
+        while written < len(data):
+            written += os.write(self.fd, data[written:])
+        os.lseek(self.fd, 0, os.SEEK_SET)
+
+    def compile(self, source):
+        self.store(source.encode("utf-8"))
+        return compile(source, self.name, "exec")
+
+
+REHEARSAL = """
+import sys
+def rehearse(many):
+    return {str(one): [one, one * 1.5, (one,)] for one in range(many)}
+class Rehearsal:
+    def method(self):
+        return "%s" % rehearse(3)
+Rehearsal().method()
+sys.stdout.write("")
+sys.stdout.flush()
+"""
+
+
+def set_environment(env):
+    os.environ.clear()
+    os.environ.update(env)
+
+
 def await_call():
-    """In the child: wait for the request on descriptor 3, and become ready to carry it out."""
+    """In the child: wait for the request on descriptor ``ASK``, and become ready to carry it out."""
 
     def exactly(size):
         data = bytearray()
@@ -517,42 +604,10 @@ def await_call():
     os.close(ASK)
     gc.enable()
     if request["cpu_seconds"]:
-        hard = request["cpu_seconds"] + 1
-        if hasattr(resource, "RLIMIT_CPU"):
-            resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"], hard))
-    os.environ.clear()
-    os.environ.update(request["env"])
+        resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"], request["cpu_seconds"] + 1))
+    set_environment(request["env"])
     os.chdir(request["cwd"])
     return request
-
-
-def become_main(source):
-    """Make the interpreter look as if it had been started with a file that holds ``source``; its compiled code.
-
-    The file is real, if nameless, so that tracebacks, ``inspect`` and the processes of ``multiprocessing`` can open it.
-    """
-    import types
-
-    data = source.encode("utf-8")
-    fd = os.memfd_create("call.py")
-    written = 0
-    while written < len(data):
-        written += os.write(fd, data[written:])
-    os.lseek(fd, 0, os.SEEK_SET)
-    name = "/proc/%d/fd/%d" % (os.getpid(), fd)
-    for module in set(sys.modules) - BASELINE - KEPT:
-        del sys.modules[module]
-    main = types.ModuleType("__main__")
-    main.__dict__.update(__builtins__=__builtins__, __file__=name, __cached__=None, __annotations__={})
-    del main.__spec__, main.__package__
-    main.__spec__ = main.__package__ = None
-    loader = sys.modules["_frozen_importlib_external"].SourceFileLoader("__main__", name)
-    main.__loader__ = loader
-    sys.modules["__main__"] = main
-    sys.argv = [name]
-    if hasattr(sys, "orig_argv"):
-        sys.orig_argv = ["python3", "-I", "-B", name]
-    return main
 
 
 def show(error, below):
@@ -581,24 +636,31 @@ def leave(code):
         threading._shutdown()
     if atexit._ncallbacks():
         atexit._run_exitfuncs()
-    objects = gc.get_objects()
-    if len(objects) > 20000:
+    if noticed():
         return
-    reference, kind = type(_REFERENCE), type
-    for thing in objects:
-        made = kind(thing)
-        if made is reference:
-            # Callbacks that are built in only tidy caches, such as those of abstract base classes.
-            if thing.__callback__ is not None and kind(thing.__callback__) is not kind(len):
-                return
-        elif hasattr(made, "__del__") or (made is kind and "__del__" in thing.__dict__):
-            return
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     except BaseException:
         return  # the interpreter says what there is to say
     os._exit((code or 0) & 255)
+
+
+def noticed():
+    """Whether an object made since the fork may notice that the interpreter is taken apart."""
+    objects = gc.get_objects()
+    if len(objects) > 20000:
+        return True
+    reference, kind, builtin = type(_REFERENCE), type, type(len)
+    for thing in objects:
+        made = kind(thing)
+        if made is reference:
+            # Callbacks that are built in only tidy caches, such as those of abstract base classes.
+            if thing.__callback__ is not None and kind(thing.__callback__) is not builtin:
+                return True
+        elif hasattr(made, "__del__") or (made is kind and "__del__" in thing.__dict__):
+            return True
+    return False
 
 
 class _Anchor:
@@ -640,7 +702,11 @@ def run(config):
         runner.seq += 1
         child = fork_ahead(libc)
         if child is None:
-            return await_call()
+            prepared = Prepared()
+            os.write(ASK_READY, b"1")
+            os.close(ASK_READY)
+            return prepared, await_call()
+        runner.rehearse(child)
         runner.send(ARMED)
         asked = runner.next_call(child)
         if asked is None:
@@ -686,7 +752,7 @@ def warm_up(preload, facts):
 
 # --- in the child, at the outermost level: the fewer frames below the caller's code, the closer to a plain python3 --------
 
-_request = run(json.loads(r(int.from_bytes(r(4), "big"))))  # noqa: F821 - the loader's own reader
+_prepared, _request = run(json.loads(r(int.from_bytes(r(4), "big"))))  # noqa: F821 - the loader's own reader
 if "argv" in _request:
     for _name in ("SIGPIPE", "SIGXFSZ"):  # the interpreter ignores these; a program must find them at their defaults
         signal.signal(getattr(signal, _name), signal.SIG_DFL)
@@ -696,14 +762,13 @@ if "argv" in _request:
         os.write(2, os.fsencode("%s: %s\n" % (_request["argv"][0], os.strerror(_error.errno or 0))))
         os._exit(NOT_FOUND if isinstance(_error, (FileNotFoundError, NotADirectoryError)) else CANNOT_RUN)
 else:
-    _main = become_main(_request["code"])
     try:
-        _code = compile(_request["code"], sys.argv[0], "exec")
+        _code = _prepared.compile(_request["code"])
     except BaseException as _error:
         show(_error, below=9)
         raise SystemExit(1) from None
     try:
-        exec(_code, _main.__dict__)
+        exec(_code, _prepared.main.__dict__)
     except SystemExit as _error:
         leave(_error.code)
         raise

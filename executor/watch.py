@@ -57,7 +57,9 @@ class Watch:
         elif event.action == "start":
             self.started = True
         elif event.action == "oom":
-            self.ooms += 1
+            # A cgroup that is taken down signals its out-of-memory watcher too: after a kill it says nothing.
+            if not self.killed and not self.died.is_set():
+                self.ooms += 1
         elif event.action == "kill":
             self.killed = True
         elif event.action == "die":

@@ -12,11 +12,7 @@ import structlog
 def configure(level: str = "info", stream: TextIO | None = None) -> None:
     """Log to ``stream`` (default stderr, so that stdout is the command's own): readable on a terminal, else JSON lines."""
     target = stream or sys.stderr
-    renderer: structlog.typing.Processor
-    if target.isatty():
-        renderer = structlog.dev.ConsoleRenderer()
-    else:
-        renderer = structlog.processors.JSONRenderer()
+    renderer = structlog.dev.ConsoleRenderer() if target.isatty() else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

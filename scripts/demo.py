@@ -56,7 +56,9 @@ async def sessions(pool: SandboxPool) -> Session:
         out.print(f"session {session.id} in {result.generation}: {result.stdout.decode().strip()}")
     await first.call(["sh", "-c", "echo kept > /tmp/note"])
     mine, theirs = await first.call(["cat", "/tmp/note"]), await second.call(["cat", "/tmp/note"])
-    out.print(f"what the first wrote to /tmp, it reads again: {mine.stdout.decode().strip()!r}; the second: {last_line(theirs)}")
+    out.print(
+        f"what the first wrote to /tmp, it reads again: {mine.stdout.decode().strip()!r}; the second: {last_line(theirs)}"
+    )
     await second.close()
     return first
 
@@ -87,7 +89,9 @@ async def crash(session: Session) -> None:
     out.rule("a crash, healed")
     before = session.generation
     result = await session.call(["sleep", "60"], timeout=1.0)
-    out.print(f"a call past its deadline: timed_out={result.timed_out}; it takes its sandbox {result.generation} with it")
+    out.print(
+        f"a call past its deadline: timed_out={result.timed_out}; it takes its sandbox {result.generation} with it"
+    )
     result = await session.call(code="print('hello again')")
     out.print(f"the same session's next call: {result.stdout.decode().strip()!r} in {result.generation} (was {before})")
 
@@ -122,7 +126,9 @@ async def demo(rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10, help="calls of each kind to time (default 10)")
-    parser.add_argument("--log-level", default="error", help="show the pool's own log from this level on (default error)")
+    parser.add_argument(
+        "--log-level", default="error", help="show the pool's own log from this level on (default error)"
+    )
     options = parser.parse_args()
     logs.configure(options.log_level)
     try:
