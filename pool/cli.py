@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from pool import logs
+from pool.cli_call import call
 from pool.cli_config import config_app
 from pool.cli_doctor import doctor
 from pool.cli_engine import engine_app, image_app
@@ -18,6 +19,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(engine_app, name="engine")
 app.add_typer(image_app, name="image")
 app.command("doctor")(doctor)
+app.command("call")(call)
 
 
 @app.callback()

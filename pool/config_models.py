@@ -74,6 +74,14 @@ class SandboxSettings(_Section):
     seccomp: str = ""
     preload: StringList = ()
 
+    @field_validator("preload")
+    @classmethod
+    def _preload(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise ValueError(f"{shown(name)} is not the name of a Python module, such as json or xml.dom")
+        return value
+
     @field_validator("image")
     @classmethod
     def _image(cls, value: str) -> str:

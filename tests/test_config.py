@@ -262,8 +262,8 @@ def test_settings_exist_exactly_where_every_rule_holds(
         ("pool", "max_sandbox", "pool.max_sandbox: unknown key; did you mean pool.max_sandboxes?"),
         ("sandbox", "memory", "sandbox.memory: unknown key; did you mean sandbox.memory_mb?"),
         ("pool", "memory_mb", "pool.memory_mb: unknown key; memory_mb belongs to [sandbox]"),
-        ("call", "qqq", "call.qqq: unknown key; [call] has timeout, grace, max_input, max_output"),
-        ("call", "a\nb\x1b[31m", "call.a\\nb\\x1b[31m: unknown key; [call] has timeout, grace, max_input, max_output"),
+        ("call", "qqq", "call.qqq: unknown key; [call] has timeout, grace, calls_per_exec, max_input, max_output"),
+        ("call", "a\nb\x1b[31m", "call.a\\nb\\x1b[31m: unknown key; [call] has timeout, grace, calls_per_exec, max_input, max_output"),
     ],
 )
 def test_unknown_key_is_named_with_the_nearest_one(section: str, key: str, line: str) -> None:
@@ -291,8 +291,8 @@ def test_sections_that_would_do_nothing_are_refused(section: str) -> None:
 @pytest.mark.parametrize(
     ("section", "key"),
     [
-        *(("sandbox", key) for key in ("preload", "python_tools", "limits_strict", "allowed_tool_dirs", "workspace")),
-        *(("sandbox", "require_digest"), ("call", "calls_per_exec"), ("call", "parallel"), ("pool", "standby_bounds")),
+        *(("sandbox", key) for key in ("python_tools", "limits_strict", "allowed_tool_dirs", "workspace")),
+        *(("sandbox", "require_digest"), ("call", "parallel"), ("pool", "standby_bounds")),
     ],
 )
 def test_keys_that_would_do_nothing_are_refused(section: str, key: str) -> None:

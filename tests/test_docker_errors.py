@@ -32,20 +32,10 @@ MEANS: dict[str, type[EmberpoolError]] = {
     "no_daemon": EngineUnavailable,
     "no_daemon_tcp": EngineUnavailable,
 }
-# Texts that the table of signs does not know yet; each becomes the general error.
-UNKNOWN = {
-    ("docker 20.10", "bad_runtime"), ("docker 28", "bad_runtime"), ("podman 4.3", "not_running_kill"),
-}  # fmt: skip
 RECORDED = [(engine, case) for engine, cases in ERRORS.items() for case in cases if case in MEANS]
 
 
-@pytest.mark.parametrize(
-    ("engine", "case"),
-    [
-        pytest.param(*row, marks=[pytest.mark.xfail(reason="a sign is missing in executor.docker")] * (row in UNKNOWN))
-        for row in RECORDED
-    ],
-)
+@pytest.mark.parametrize(("engine", "case"), RECORDED)
 def test_recorded_message_becomes_its_typed_error(engine: str, case: str) -> None:
     code, stderr = ERRORS[engine][case]
     assert code != 0

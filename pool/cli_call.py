@@ -1,0 +1,151 @@
+"""``emberpool call``: one call in a session of a pool that lives for that call only."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import secrets
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio
+import typer
+
+from executor.result import CallResult, EmberpoolError
+from pool.config import ConfigError, Settings, load_settings
+from pool.pool import SandboxPool
+
+TIMED_OUT, REFUSED = 124, 1
+
+
+def call(
+    command: Annotated[list[str] | None, typer.Argument(metavar="[-- CMD [ARG]...]", show_default=False)] = None,
+    agent: Annotated[str, typer.Option(help="The agent that the session belongs to.")] = "cli",
+    session: Annotated[str, typer.Option(help="The session's name.")] = "cli",
+    python: Annotated[Path | None, typer.Option(metavar="FILE", help="Python source to run; - for stdin.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds; at most call.timeout.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="The configuration.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The whole outcome as one JSON object.")] = False,
+) -> None:
+    """Run a command, or Python source, in a fresh hardened sandbox; what it prints is printed, its status is the status.
+
+    What is piped into this command is the call's stdin. A timeout ends with status 124, a death by signal N with 128 + N, a
+    refusal with 1 and one line that says why. No state is kept: the sandbox is gone afterwards.
+    """
+    if bool(command) == (python is not None):
+        raise typer.BadParameter("give either a command after --, or --python FILE")
+    try:
+        source = None if python is None else _source(python)
+        stdin = b"" if sys.stdin.isatty() or str(python) == "-" else sys.stdin.buffer.read()
+        settings = one_shot(load_settings(config))
+        result = anyio.run(_call, settings, (agent, session), command, source, stdin, timeout)
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+    except EmberpoolError as error:
+        if as_json:
+            typer.echo(json.dumps(error_object(error)))
+        else:
+            typer.echo(f"error: {type(error).__name__}: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+    except KeyboardInterrupt:
+        typer.echo("error: interrupted", err=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        typer.echo(json.dumps(result_object(result)))
+    else:
+        sys.stdout.buffer.write(result.stdout)
+        sys.stdout.flush()
+        sys.stderr.buffer.write(result.stderr)
+        sys.stderr.flush()
+        for note in _notes(result):
+            typer.echo(f"emberpool: {note}", err=True)
+    raise typer.Exit(_status(result))
+
+
+def one_shot(settings: Settings) -> Settings:
+    """The settings of a pool for one call: no standbys, and a state directory of its own that goes with it."""
+    place = settings.pool.state_dir.parent / f"one-shot-{secrets.token_hex(6)}"
+    changed = settings.pool.model_copy(update={"state_dir": place, "min_standby": 0})
+    return settings.model_copy(update={"pool": changed})
+
+
+async def _call(
+    settings: Settings,
+    key: tuple[str, str],
+    command: list[str] | None,
+    source: str | None,
+    stdin: bytes,
+    timeout: float | None,
+) -> CallResult:
+    place = settings.pool.state_dir
+    try:
+        async with SandboxPool(settings) as pool:
+            session = await pool.acquire(*key)
+            return await session.call(command, code=source, stdin=stdin, timeout=timeout)
+    finally:
+        # An entry that is left names a container that could not be removed: then the directory stays, for its removal.
+        if not any((place / "ledger").glob("*")):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def result_object(result: CallResult) -> dict[str, Any]:
+    """A result under its own field names; bytes as text, and as base64 besides where they are not UTF-8."""
+    shown: dict[str, Any] = {}
+    for field in dataclasses.fields(result):
+        value = getattr(result, field.name)
+        if isinstance(value, bytes):
+            shown[field.name] = value.decode("utf-8", "replace")
+            try:
+                value.decode("utf-8")
+            except UnicodeDecodeError:
+                shown[f"{field.name}_base64"] = base64.b64encode(value).decode("ascii")
+        else:
+            shown[field.name] = value
+    return {**shown, "truncated": result.truncated}
+
+
+def error_object(error: EmberpoolError) -> dict[str, Any]:
+    """An error as an object: what happened, and whether a retry can help."""
+    return {
+        "error": type(error).__name__,
+        "reason": error.reason,
+        "message": str(error),
+        "retryable": error.retryable,
+        "retry_after": error.retry_after,
+        "started": error.started,
+    }
+
+
+def _source(path: Path) -> str:
+    try:
+        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{path} is not UTF-8 (byte {error.start})") from None
+
+
+def _notes(result: CallResult) -> list[str]:
+    notes = []
+    if result.timed_out:
+        notes.append(f"timed out after {result.duration:.1f} s")
+    if result.oom_killed:
+        notes.append("killed by its memory limit")
+    if result.cpu_limit:
+        notes.append("killed by its CPU limit")
+    if result.truncated:
+        notes.append(f"output cut: stdout {result.stdout_total} bytes, stderr {result.stderr_total} in all")
+    return notes
+
+
+def _status(result: CallResult) -> int:
+    if result.timed_out:
+        return TIMED_OUT
+    if result.signal is not None:
+        return 128 + result.signal
+    return result.exit_code or 0
