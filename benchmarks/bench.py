@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
+from anyio.abc import TaskGroup
 
 from executor.docker import CommandLineEngine
 from executor.engine import EngineInfo, ImageInfo
@@ -34,7 +35,7 @@ class BenchmarkError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """``pool`` is the pool whose profile and sessions are measured; ``new_pool`` makes another like it.
+    """``pool`` is the pool whose profile is measured; ``new_pool`` makes another like it. ``tasks`` outlives every mode.
 
     Containers of a run are named ``emberpool-<id of the pool>-...``, those that no pool made included.
     """
@@ -44,6 +45,7 @@ class Bench:
     info: EngineInfo
     image: ImageInfo
     pool: SandboxPool
+    tasks: TaskGroup
 
     @property
     def pool_id(self) -> str:
@@ -51,7 +53,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def open_bench(settings: Settings) -> AsyncIterator[Bench]:
+async def open_bench(settings: Settings, tasks: TaskGroup) -> AsyncIterator[Bench]:
     """Find the engine and the image, and open the pool. Raises ``EngineUnavailable``, ``ImageMissing``."""
     engine, info = await find_engine(settings.sandbox.binary)
     try:
@@ -60,20 +62,24 @@ async def open_bench(settings: Settings) -> AsyncIterator[Bench]:
         reference = settings.sandbox.image
         raise BenchmarkError(f"the image {reference} is not on the engine; run: emberpool image build") from error
     async with new_pool(settings, min_standby=0) as pool:
-        yield Bench(settings, engine, info, image, pool)
+        yield Bench(settings, engine, info, image, pool, tasks)
 
 
 @asynccontextmanager
-async def new_pool(settings: Settings, *, min_standby: int) -> AsyncIterator[SandboxPool]:
+async def new_pool(
+    settings: Settings, *, min_standby: int, calls_per_exec: int | None = None
+) -> AsyncIterator[SandboxPool]:
     """A pool with ``[sandbox]`` and ``[call]`` of ``settings``, connected, and as still as a pool can be.
 
-    Its state directory is a temporary one. On leaving, its containers are gone, and the directory with them.
+    On leaving, its containers are gone.
     """
-    place = Path(tempfile.mkdtemp(prefix="emberpool-benchmark-"))
-    try:
+    call = settings.call if calls_per_exec is None else settings.call.model_copy(
+        update={"calls_per_exec": calls_per_exec}
+    )  # fmt: skip
+    with temporary_state() as place:
         own = PoolSettings(
             name="benchmark",
-            state_dir=place / "state",
+            state_dir=place,
             min_standby=min_standby,
             max_sandboxes=4,
             max_starting=1,
@@ -81,13 +87,21 @@ async def new_pool(settings: Settings, *, min_standby: int) -> AsyncIterator[San
             idle_timeout=STILL,
             resync_interval=STILL,
             standby_max_age=STILL,
-            max_lifetime=max(STILL, settings.call.timeout),
+            max_lifetime=max(STILL, call.timeout),
         )
-        async with SandboxPool(Settings(sandbox=settings.sandbox, pool=own, call=settings.call)) as pool:
+        async with SandboxPool(Settings(sandbox=settings.sandbox, pool=own, call=call)) as pool:
             await until(pool, lambda: pool.snapshot()["engine"] == "up", "reach the engine")
             yield pool
+
+
+@contextmanager
+def temporary_state() -> Iterator[Path]:
+    """Where a state directory may be made; it goes on leaving, unless its ledger still names a container."""
+    place = Path(tempfile.mkdtemp(prefix="emberpool-benchmark-"))
+    try:
+        yield place / "state"
     finally:
-        # A container that could not be removed is in the ledger still, and the pool's log told where that is.
+        # A container that could not be removed is in the ledger still, and the log told where that is.
         if not any((place / "state" / "ledger").glob("*")):
             shutil.rmtree(place)
 

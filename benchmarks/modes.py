@@ -8,12 +8,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Protocol
 
 import anyio.to_thread
 
 from benchmarks.bench import CODE, Bench, BenchmarkError, at_rest, check_finished, check_result, check_session, new_pool
+from benchmarks.echo import ECHO_COMMAND, Echo
+from benchmarks.floor import COMMAND, Floor, FloorError
+from benchmarks.own import own_sandbox
+from executor.call import Call
 from executor.process import Finished, client_environment
 from executor.profile import Identity, exec_args
+from executor.sandbox import Sandbox
 from pool.users import UserPolicy
 from pool.workshop import shared_profile
 
@@ -70,18 +76,40 @@ async def cold(bench: Bench) -> AsyncIterator[Measure]:
     yield measure
 
 
-@mode("a call in a session that has its sandbox, through the pool")
+@mode("a call by plain exec in a sandbox that runs: one docker exec, Python's start included")
 async def warm_exec(bench: Bench) -> AsyncIterator[Measure]:
-    session = await bench.pool.acquire("benchmark", "warm_exec")
+    async with own_sandbox(bench, runners=False) as box:
+        yield _sandbox_call(bench, box)
 
-    async def measure() -> float:
-        began = time.perf_counter()
-        result = await session.call(code=CODE)
-        seconds = time.perf_counter() - began
-        check_result(result)
-        return seconds
 
-    yield measure
+@mode("a session's call that finds its runner armed; one runner for each call (calls_per_exec 1)")
+async def armed(bench: Bench) -> AsyncIterator[Measure]:
+    async with _session_call(bench, calls_per_exec=1) as measure:
+        yield measure
+
+
+@mode("a session's call on a runner that stays (calls_per_exec 0)")
+async def resident(bench: Bench) -> AsyncIterator[Measure]:
+    async with _session_call(bench, calls_per_exec=0) as measure:
+        yield measure
+
+
+@mode("the barest loop over one docker exec: benchmarks/floor.py")
+async def floor(bench: Bench) -> AsyncIterator[Measure]:
+    async with _loop(bench, Floor, COMMAND) as measure:
+        yield measure
+
+
+@mode("a call on a runner that stays, of a sandbox without a pool", usual=False)
+async def sandbox(bench: Bench) -> AsyncIterator[Measure]:
+    async with own_sandbox(bench, runners=True) as box:
+        yield _sandbox_call(bench, box)
+
+
+@mode("as many bytes as a call has, there and back over one docker exec", usual=False)
+async def echo(bench: Bench) -> AsyncIterator[Measure]:
+    async with _loop(bench, Echo, ECHO_COMMAND) as measure:
+        yield measure
 
 
 @mode("a bare docker exec in a sandbox, nothing of ours around it", usual=False)
@@ -125,6 +153,70 @@ async def _acquire(bench: Bench, *, standby: int) -> AsyncIterator[Measure]:
             return seconds
 
         yield measure
+
+
+def _sandbox_call(bench: Bench, box: Sandbox) -> Measure:
+    """A call straight on a sandbox, which is at rest again afterwards."""
+    call = Call(code=CODE, timeout=bench.settings.call.timeout)
+
+    async def measure() -> float:
+        await box.ready()
+        began = time.perf_counter()
+        result = await box.call(call)
+        seconds = time.perf_counter() - began
+        check_result(result)
+        await box.ready()
+        return seconds
+
+    return measure
+
+
+@asynccontextmanager
+async def _session_call(bench: Bench, *, calls_per_exec: int) -> AsyncIterator[Measure]:
+    """A call through a pool of its own, paced: the next runner is armed before and after what is timed."""
+    async with new_pool(bench.settings, min_standby=0, calls_per_exec=calls_per_exec) as pool:
+        session = await pool.acquire("benchmark", "call")
+
+        async def measure() -> float:
+            await session.ready()
+            began = time.perf_counter()
+            result = await session.call(code=CODE)
+            seconds = time.perf_counter() - began
+            check_result(result)
+            await session.ready()
+            return seconds
+
+        yield measure
+
+
+class _Loop(Protocol):
+    """A blocking loop over one engine client that times itself."""
+
+    def once(self) -> float: ...
+    def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def _loop(
+    bench: Bench, make: Callable[[list[str], dict[str, str]], _Loop], command: tuple[str, ...]
+) -> AsyncIterator[Measure]:
+    """A blocking loop in a thread, on a sandbox like those whose runners set the limit of CPU seconds."""
+    endpoint = bench.engine.endpoint
+    async with own_sandbox(bench, runners=True) as box:
+        argv = [*endpoint.argv, *exec_args(box.name, command, user=box.user)]
+        loop = await anyio.to_thread.run_sync(make, argv, client_environment(dict(endpoint.env)))
+
+        async def measure() -> float:
+            try:
+                return await anyio.to_thread.run_sync(loop.once)
+            except (FloorError, OSError) as error:
+                raise BenchmarkError(f"the loop in {box.name} broke; nothing is reported: {error}") from error
+
+        try:
+            yield measure
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(loop.close)
 
 
 async def _client(bench: Bench, args: list[str]) -> tuple[float, Finished]:

@@ -48,7 +48,7 @@ async def measure(
 
             tasks.start_soon(stop_on_signal)
             try:
-                async with open_bench(settings) as bench:
+                async with open_bench(settings, tasks) as bench:
                     samples = await sample(bench, modes, rounds, progress)
                     report = Report(machine(bench, backend), modes, samples)
             except (EmberpoolError, BenchmarkError) as error:

@@ -28,6 +28,7 @@ from executor.result import PoolUnusable
 EntryState = Literal["standby", "bound", "cold", "probe"]
 _STATES: tuple[EntryState, ...] = ("standby", "bound", "cold", "probe")
 _IDENTITY_VERSION = 1
+_KNOWN_IDS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class StateDirectory:
     def __init__(self, path: Path, lock: int, pool_id: str, secret: bytes) -> None:
         self.path, self.pool_id, self._secret, self._lock = path, pool_id, secret, lock
         self._ledger, self._staging = path / "ledger", path / "staging"
+        self._ids: dict[tuple[str, str], str] = {}
 
     @classmethod
     def open(cls, path: Path) -> StateDirectory:
@@ -81,9 +83,15 @@ class StateDirectory:
 
     def session_id(self, agent: str, session: str) -> str:
         """The only form in which a session's key leaves the pool: an HMAC under the pool's secret, 16 hex digits."""
-        parts = [part.encode("utf-8", "surrogatepass") for part in (agent, session)]
-        message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:16]
+        known = self._ids.get((agent, session))
+        if known is None:
+            parts = [part.encode("utf-8", "surrogatepass") for part in (agent, session)]
+            message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+            known = hmac.new(self._secret, message, hashlib.sha256).hexdigest()[:16]
+            if len(self._ids) >= _KNOWN_IDS:
+                self._ids.clear()
+            self._ids[agent, session] = known
+        return known
 
     # --- the ledger ---------------------------------------------------------------------------------------------------
 

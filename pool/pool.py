@@ -21,7 +21,16 @@ from executor.call import Call
 from executor.cgroups import remove_parent
 from executor.engine import Engine, EngineInfo, NameTaken
 from executor.locate import find_engine
-from executor.result import CallResult, EmberpoolError, InvalidCall, PoolClosed, PoolUnusable, SandboxDied, StateLost
+from executor.result import (
+    CallResult,
+    EmberpoolError,
+    InvalidCall,
+    PoolClosed,
+    PoolUnusable,
+    SandboxDied,
+    SessionClosed,
+    StateLost,
+)
 from executor.watch import EventHub
 from pool import events as ev
 from pool.config import Settings
@@ -262,6 +271,21 @@ class SandboxPool:
             ran = isinstance(place.answer, ev.RunCall)
             self._leave(waiter)
             self.feed(ev.CallEnded(waiter, poisoned, self.jitter()) if ran else ev.WaiterGone(waiter))
+
+    async def ready(self, key: SessionKey, epoch: int) -> None:
+        """Wait until the session's sandbox has an armed runner, as ``Session.ready`` tells it."""
+        self._require_open()
+        session = self._state.sessions.get(key)
+        if session is None or session.epoch != epoch:
+            raise SessionClosed("the session is closed; acquire it again")
+        if session.sandbox is None:
+            # What an acquire waits for is what is missing here; the handle that it takes goes back at once.
+            await (await self.acquire(*key)).release()
+        box = self._shop.sandboxes.get(session.sandbox) if session.sandbox is not None else None
+        if box is None:
+            message = "the session's sandbox has just ended; its next call gets another"
+            raise SandboxDied(message, cause="unknown", started=False)
+        await box.ready()
 
     def generation(self, key: SessionKey, epoch: int) -> str | None:
         """The generation of a session, as ``Session.generation`` tells it."""

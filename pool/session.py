@@ -58,6 +58,17 @@ class Session:
         call = self._pool.new_call(argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output)
         return await self._pool.run_call(self._key, self._epoch, call, generation)
 
+    async def ready(self) -> None:
+        """Wait until a call would find a runner armed and pay nothing for the start of one; runs nothing itself.
+
+        Returns at once where calls go by plain exec. A session without a sandbox waits for one as ``acquire`` does; a call
+        that is running is waited for, 15 s at most. Somebody else's call may still come first. Raises ``SessionClosed``,
+        ``PoolClosed``, ``SandboxDied``, ``EngineUnavailable`` (no runner was armed in time) and whatever ``acquire`` raises.
+        """
+        if self._released:
+            raise SessionClosed("this handle was released; acquire the session again")
+        await self._pool.ready(self._key, self._epoch)
+
     async def release(self) -> None:
         """Detach this handle; the session and its sandbox stay. Twice is harmless."""
         if not self._released:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from executor.result import CallResult, EmberpoolError
+from executor.result import CallResult, EmberpoolError, SandboxDied
 from pool import logs
 from pool.config import Settings
 from pool.pool import SandboxPool
@@ -22,6 +23,10 @@ from pool.session import Session
 out = Console(highlight=False)
 
 WHO = "import os; print('uid', os.getuid(), 'sees', len([p for p in os.listdir('/proc') if p.isdigit()]), 'processes')"
+COUNT_SLEEPERS = """
+import glob
+print(sum(open(path, "rb").read().startswith((b"sleep\\x00600", b"sleep\\x0060")) for path in glob.glob("/proc/[0-9]*/cmdline")))
+"""
 HOSTILE = {
     "write to the root filesystem": "open('/etc/passwd', 'a')",
     "reach the network": "import socket; socket.create_connection(('192.0.2.1', 80), 2)",
@@ -77,10 +82,14 @@ async def latency(pool: SandboxPool, session: Session, rounds: int) -> None:
     warm: list[float] = []
     for _ in range(rounds):
         cold.append(await timed(lambda: pool.call_cold(code="print(1)")))
+        await anyio.sleep(0.2)  # as in a conversation: the next runner is armed meanwhile
         warm.append(await timed(lambda: session.call(code="print(1)")))
     table = Table("one Python call", "median", "slowest")
-    for name, values in (("cold: a container of its own", cold), ("warm: docker exec in the session's", warm)):
-        table.add_row(name, f"{statistics.median(values):.0f} ms", f"{max(values):.0f} ms")
+    for name, values in (
+        ("cold: a container of its own", cold),
+        ("warm: the session's own, a runner armed in it", warm),
+    ):
+        table.add_row(name, f"{statistics.median(values):.1f} ms", f"{max(values):.1f} ms")
     out.print(table)
     out.print(f"warm is {statistics.median(cold) / statistics.median(warm):.1f} times faster at the median of {rounds}")
 
@@ -88,10 +97,18 @@ async def latency(pool: SandboxPool, session: Session, rounds: int) -> None:
 async def crash(session: Session) -> None:
     out.rule("a crash, healed")
     before = session.generation
-    result = await session.call(["sleep", "60"], timeout=1.0)
+    result = await session.call(["sh", "-c", "nohup sleep 600 & sleep 60"], timeout=1.0)
+    left = await session.call(code=COUNT_SLEEPERS)
     out.print(
-        f"a call past its deadline: timed_out={result.timed_out}; it takes its sandbox {result.generation} with it"
+        f"a call past its deadline: timed_out={result.timed_out}; sleepers left of it: {left.stdout.decode().strip()}"
     )
+    try:
+        await session.call(code="import os; os.kill(-1, 9)")
+        raise SystemExit("the runner outlived a SIGKILL; this cannot be")
+    except SandboxDied as error:
+        out.print(
+            f"a call that kills all that it can: {type(error).__name__}, cause {error.cause}, started {error.started}"
+        )
     result = await session.call(code="print('hello again')")
     out.print(f"the same session's next call: {result.stdout.decode().strip()!r} in {result.generation} (was {before})")
 
@@ -131,6 +148,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     logs.configure(options.log_level)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: in order
     try:
         anyio.run(demo, max(1, options.rounds))
     except EmberpoolError as error:

@@ -263,7 +263,11 @@ def test_settings_exist_exactly_where_every_rule_holds(
         ("sandbox", "memory", "sandbox.memory: unknown key; did you mean sandbox.memory_mb?"),
         ("pool", "memory_mb", "pool.memory_mb: unknown key; memory_mb belongs to [sandbox]"),
         ("call", "qqq", "call.qqq: unknown key; [call] has timeout, grace, calls_per_exec, max_input, max_output"),
-        ("call", "a\nb\x1b[31m", "call.a\\nb\\x1b[31m: unknown key; [call] has timeout, grace, calls_per_exec, max_input, max_output"),
+        (
+            "call",
+            "a\nb\x1b[31m",
+            "call.a\\nb\\x1b[31m: unknown key; [call] has timeout, grace, calls_per_exec, max_input, max_output",
+        ),
     ],
 )
 def test_unknown_key_is_named_with_the_nearest_one(section: str, key: str, line: str) -> None:
