@@ -7,6 +7,7 @@ with a chosen environment, and is killed and reaped whenever its block is left, 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -167,8 +168,20 @@ async def feed(process: Process, data: bytes) -> None:
 
 
 def _kill(process: Process) -> None:
-    if process.returncode is None:
-        try:
-            process.kill()
-        except ProcessLookupError:
-            return
+    """SIGKILL a client. Not by ``Process.kill`` where there is another way: that may reap the process behind the back of
+    asyncio's own watcher, which then knows no exit status."""
+    if process.returncode is not None:
+        return
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):  # no such call here: not Linux, or an old kernel
+        process.kill()
+        return
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(handle)
