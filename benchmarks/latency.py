@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.status import Status
 
 from benchmarks.bench import BenchmarkError
+from benchmarks.document import PARTS, check_page, write_figures
 from benchmarks.modes import MODES
 from benchmarks.plot import check_plot, plot
 from benchmarks.report import Report
@@ -51,7 +52,7 @@ class _Shown:
 
 @app.command()
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_ROUNDS} rounds, under a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK_ROUNDS} rounds, about a minute.")] = False,
     rounds: Annotated[
         int | None, typer.Option(min=1, max=100_000, help=f"Measurements of each mode (default {ROUNDS}).")
     ] = None,
@@ -61,6 +62,14 @@ def main(
     ] = "",
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw the distributions (.png or .svg).")
+    ] = None,
+    docs_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--docs",
+            metavar="FILE",
+            help="Write the tables between the marks of a Markdown page; adds the parts' modes.",
+        ),
     ] = None,
     backend: Annotated[Backend, typer.Option(help="The event loop.")] = Backend.ASYNCIO,
     config: Annotated[
@@ -80,7 +89,7 @@ def main(
     logs.configure("warning")
     notes = Console(stderr=True, highlight=False)
     try:
-        report = _measured(quick, rounds, json_file, plot_file, backend, config, mode, notes)
+        report = _measured(quick, rounds, json_file, plot_file, docs_file, backend, config, mode, notes)
     except (EmberpoolError, BenchmarkError, ConfigError) as error:
         for line in str(error).splitlines():
             typer.echo(f"latency: {line}", err=True)
@@ -95,6 +104,7 @@ def _measured(
     rounds: int | None,
     json_file: str,
     plot_file: Path | None,
+    docs_file: Path | None,
     backend: Backend,
     config: Path | None,
     names: list[str] | None,
@@ -104,12 +114,15 @@ def _measured(
     for name in names or ():
         if name not in MODES:
             raise BenchmarkError(f"--mode {name!r} is unknown; there are {', '.join(MODES)}")
-    modes = [it for it in MODES.values() if (it.name in names if names else it.usual)]
+    parts = {mode for _, mode, _ in PARTS} if docs_file is not None else set()
+    modes = [it for it in MODES.values() if (it.name in names if names else it.usual or it.name in parts)]
     for option, path in (("--json", Path(json_file)), ("--plot", plot_file or Path())):
         if not path.parent.is_dir():
             raise BenchmarkError(f"{option} {path}: there is no directory {path.parent}")
     if plot_file is not None:
         check_plot(plot_file)
+    if docs_file is not None:
+        check_page(docs_file)
     if importlib.util.find_spec(backend.value) is None:
         raise BenchmarkError(f'--backend {backend.value} is not installed: pip install "emberpool[trio]"')
     settings = load_settings(config)
@@ -119,6 +132,8 @@ def _measured(
         report = anyio.run(measure, settings, modes, wanted, backend.value, shown, backend=backend.value)
     if report is not None:
         _write(report, json_file, plot_file, notes)
+        if docs_file is not None:
+            write_figures(report, docs_file)
     return report
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from benchmarks.machine import Facts
 from benchmarks.modes import Mode
-from benchmarks.stats import Summary, ratios, summarise
+from benchmarks.stats import TARGETS, Summary, ratios, summarise
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Report:
         return {mode.name: summarise(self.samples[mode.name]) for mode in self.modes}
 
     def as_json(self) -> dict[str, Any]:
-        """``{"machine", "modes": {name: {"n", "p50_ms", "p95_ms", "p99_ms"}}, "ratios": {"cold/<name>": number}}``."""
+        """``{"machine", "modes": {name: {"n", "p50_ms", "p95_ms", "p99_ms"}}, "ratios": {"<name>/<name>": number}}``."""
         summaries = self.summaries
         return {
             "machine": dict(self.machine),
@@ -51,6 +51,9 @@ class Report:
             ratio = times.get(f"cold/{mode.name}")
             table.add_row(mode.name, str(it.n), *figures, f"{ratio:,.1f}x" if ratio else "")
         console.print(table)
+        for target in TARGETS:
+            if target.name in times:
+                console.print(Text(f"{target.name} is {times[target.name]:,.1f}; it ought to be {target}"))
         for mode in self.modes:
             console.print(Text(f"{mode.name}: {mode.about}"), soft_wrap=True)
         console.print(Text(self.where()), soft_wrap=True)

@@ -36,9 +36,38 @@ def summarise(seconds: Sequence[float]) -> Summary:
     return Summary(len(seconds), p50, p95, p99)
 
 
-def ratios(modes: Mapping[str, Summary], base: str = "cold") -> dict[str, float]:
-    """``base/<mode>``: how many times the median of each other mode goes into that of ``base``; empty without it."""
-    if base not in modes:
-        return {}
-    others = {name: summary for name, summary in modes.items() if name != base}
-    return {f"{base}/{name}": round(modes[base].p50_ms / other.p50_ms, 2) for name, other in others.items()}
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a ratio of two modes' medians ought to be; people check it, the benchmark only shows it."""
+
+    over: str
+    under: str
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.over}/{self.under}"
+
+    def __str__(self) -> str:
+        return f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
+
+
+TARGETS = (
+    Target("cold", "warm_exec", least=3),
+    Target("cold", "armed", least=120),
+    Target("warm_exec", "armed", least=30),
+    Target("cold", "resident", least=180),
+    Target("resident", "floor", most=1.5),
+)
+
+
+def ratios(modes: Mapping[str, Summary]) -> dict[str, float]:
+    """How many times one median goes into another: ``cold/<mode>`` for each mode, and the pairs of ``TARGETS``."""
+    pairs = [("cold", name) for name in modes if name != "cold"]
+    pairs += [(target.over, target.under) for target in TARGETS if target.over != "cold"]
+    return {
+        f"{over}/{under}": round(modes[over].p50_ms / modes[under].p50_ms, 2)
+        for over, under in pairs
+        if over in modes and under in modes
+    }

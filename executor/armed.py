@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 
 from executor import frames
 from executor.engine import Channel, Engine
 from executor.frames import Decoder, Frame, ProtocolError, Report
 from executor.process import Capped
+from executor.result import EmberpoolError
+from executor.stream import WINDOW as CREDIT
+from executor.stream import Sink
 
 WINDOW = 262_144
 """Bytes of a call's stdin that may be under way: less than what fits into the pipes before the runner."""
@@ -64,33 +68,56 @@ def _program() -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A call under way at the host's end. ``taken`` is what the runner has taken of its stdin; ``moved`` tells of more."""
+    """A call under way at the host's end. Of its stdin, ``sent`` bytes were sent and the runner has passed on ``taken``.
+
+    ``moved`` tells of more of that, of output that a stream's consumer has taken, and of the end. ``sink`` is where a
+    streamed call's output goes.
+    """
 
     seq: int
     stdout: Capped
     stderr: Capped
+    sink: Sink | None = None
     report: Report | None = None
     refused: str = ""
+    sent: int = 0
     taken: int = 0
     moved: anyio.Event = field(default_factory=anyio.Event)
     done: anyio.Event = field(default_factory=anyio.Event)
 
+    def wake(self) -> None:
+        self.moved.set()
+
+    def finish(self) -> None:
+        self.done.set()
+        self.moved.set()
+
+    def credit(self) -> list[bytes]:
+        """Frames for what the consumer has taken, once it is worth telling."""
+        if self.sink is None:
+            return []
+        return _credit(self.seq, self.sink.stdout.due(), self.sink.stderr.due())
+
 
 class ArmedRunner:
-    """One runner. ``run`` it in a task; ``problem`` names why its sandbox must go, and is empty while all is well."""
+    """One runner. ``run`` it in a task; ``problem`` names why its sandbox must go, and is empty while all is well.
+
+    ``vouched`` is its owner's to set: its hello was checked.
+    """
 
     def __init__(self, engine: Engine, args: list[str], config: RunnerConfig, changed: Callable[[], None]) -> None:
         self.state = self.last = RunnerState.STARTING
         self.facts: dict[str, Any] = {}
         self.problem = ""
         self.stderr = Capped(4_096)
-        self.code: int | None = None
+        self.vouched = False
         self.scope = anyio.CancelScope()
         self._engine, self._args, self._config, self._changed = engine, args, config, changed
         self._decoder = Decoder()
         self._channel: Channel | None = None
         self._seq = 0
         self._running: Running | None = None
+        self._torn = False
 
     async def run(self) -> None:
         """Attach, send the program, and read to the end. Returns once the exec's client is gone."""
@@ -100,19 +127,21 @@ class ArmedRunner:
                     self._channel = channel
                     tasks.start_soon(self._drain, channel)
                     tasks.start_soon(self._send, self._config.payload())
-                    while data := await channel.receive_stdout():
-                        for frame in self._decoder.feed(data):
-                            self._take(frame)
-                    self.code = await channel.wait()
+                    try:
+                        while self.state is not RunnerState.ENDED and (data := await channel.receive_stdout()):
+                            for frame in self._decoder.feed(data):
+                                self._take(frame)
+                    except ProtocolError as error:  # caught here: the task group would wrap it
+                        self.problem = f"protocol: {error}"
                     tasks.cancel_scope.cancel()
-        except ProtocolError as error:
-            self.problem = f"protocol: {error}"
+        except EmberpoolError as error:  # no client could be started, so nothing inside knows of it
+            self.stderr.add(str(error).encode())
         finally:
             self._channel = None
             if self.state is not RunnerState.ENDED:
                 self.last, self.state = self.state, RunnerState.ENDED
             if self._running is not None:
-                self._running.done.set()
+                self._running.finish()
             self._changed()
 
     async def _drain(self, channel: Channel) -> None:
@@ -120,12 +149,16 @@ class ArmedRunner:
             self.stderr.add(data)
 
     async def _send(self, data: bytes) -> bool:
-        """Write to the exec; ``False`` where it is gone, or does not take it in time."""
-        if self._channel is None:
+        """Write to the exec; ``False`` where it is gone, does not take it in time, or holds a torn frame."""
+        if self._channel is None or self._torn:
             return False
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancel that was due before tears nothing
+        # Cancelled half-way, a write may have sent a part of its frame, and the next would be read as the rest of it.
+        self._torn = True
         with anyio.move_on_after(SEND_TIMEOUT):
             try:
                 await self._channel.send(data)
+                self._torn = False
                 return True
             except (BrokenPipeError, ConnectionResetError):
                 return False
@@ -150,12 +183,18 @@ class ArmedRunner:
             into.add(frame.payload)
         elif kind == frames.TAKEN and state is RunnerState.BUSY and call is not None and len(frame.payload) == 8:
             call.taken += int.from_bytes(frame.payload, "big")
+            if call.taken > call.sent:
+                raise ProtocolError("more input was taken than was sent")
             call.moved.set()
         elif kind == frames.DONE and state is RunnerState.BUSY and call is not None:
-            call.report = frames.parse_report(frame.payload)
+            report = frames.parse_report(frame.payload)
+            for into, total in ((call.stdout, report.stdout_total), (call.stderr, report.stderr_total)):
+                if into.total > total or (into.total < total and into.total < into.cap):
+                    raise ProtocolError("a report of more or less output than has come")
+            call.report = report
             self._running = None
             self._become(RunnerState.CLEANING)
-            call.done.set()
+            call.finish()
         elif kind == frames.CLEAN and state is RunnerState.CLEANING:
             self._become(RunnerState.CLEAN)
         elif kind == frames.DIRTY and state is RunnerState.CLEANING:
@@ -165,7 +204,7 @@ class ArmedRunner:
             self.problem = frame.payload.decode("utf-8", "replace")
             if call is not None:
                 call.refused = self.problem
-                call.done.set()
+                call.finish()
             self._become(RunnerState.ENDED)
         else:
             raise ProtocolError(f"a frame of type {kind} while {state.value}")
@@ -176,45 +215,63 @@ class ArmedRunner:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def begin(self, max_output: int) -> Running:
+    def begin(self, max_output: int, sink: Sink | None = None) -> Running:
         """Claim this armed runner for one call; synchronous, so that no two calls can."""
         if self.state is not RunnerState.ARMED:
             raise RuntimeError(f"a runner that is {self.state.value} takes no call")
-        self._running = Running(self._seq, Capped(max_output), Capped(max_output))
+        if sink is None:
+            self._running = Running(self._seq, Capped(max_output), Capped(max_output))
+        else:
+            self._running = Running(self._seq, sink.stdout, sink.stderr, sink)
+            sink.on_taken = self._running.wake
         self._become(RunnerState.BUSY)
         return self._running
 
     async def ask(self, call: Running, header: Mapping[str, object], request: bytes, stdin: bytes) -> None:
-        """Send a call and its stdin, no faster than the runner takes it; returns when all is sent or nobody reads."""
-        head = json.dumps(header).encode("ascii")
-        first = frames.encode(frames.CALL, call.seq, len(head).to_bytes(4, "big") + head + request)
-        sent = min(len(stdin), WINDOW)
-        parts = [first, *_input(call.seq, stdin, 0, sent)]
-        if sent == len(stdin):
-            parts.append(frames.encode(frames.INPUT_END, call.seq))
-        if not await self._send(b"".join(parts)):
-            return
-        while sent < len(stdin) and not call.done.is_set():
-            room = call.taken + WINDOW - sent
-            if room <= 0:
+        """Send a call and its stdin, no faster than the runner takes it, and a stream's credit as its consumer takes.
+
+        Returns when all is sent (where output is streamed: when the call has ended), or nobody reads.
+        """
+        head = json.dumps({**header, "credit": None if call.sink is None else CREDIT}).encode("ascii")
+        parts = [frames.encode(frames.CALL, call.seq, len(head).to_bytes(4, "big") + head + request)]
+        told = False
+        while not call.done.is_set():
+            upto = min(len(stdin), call.taken + WINDOW)
+            parts += _input(call.seq, stdin, call.sent, upto)
+            call.sent = upto
+            if upto == len(stdin) and not told:
+                parts.append(frames.encode(frames.INPUT_END, call.seq))
+                told = True
+            parts += call.credit()
+            if parts:
+                if not await self._send(b"".join(parts)):
+                    return
+                parts = []
+            elif told and call.sink is None:
+                return
+            else:
                 call.moved = anyio.Event()
                 await call.moved.wait()
-                continue
-            upto = min(len(stdin), sent + room)
-            parts = list(_input(call.seq, stdin, sent, upto))
-            sent = upto
-            if sent == len(stdin):
-                parts.append(frames.encode(frames.INPUT_END, call.seq))
-            if not await self._send(b"".join(parts)):
-                return
 
-    async def cancel(self, call: Running) -> None:
-        """Ask the runner to end the call: SIGTERM, its grace, SIGKILL."""
-        await self._send(frames.encode(frames.CANCEL, call.seq))
+    async def cancel(self, call: Running) -> bool:
+        """Ask the runner to end the call: SIGTERM, its grace, SIGKILL; whether it could be asked.
+
+        What the call still writes is not held back any more.
+        """
+        rest: list[bytes] = []
+        if call.sink is not None:
+            call.sink.discard()
+            rest = _credit(call.seq, call.stdout.cap, call.stderr.cap)
+        return await self._send(b"".join((frames.encode(frames.CANCEL, call.seq), *rest)))
 
     async def leave(self) -> None:
         """Ask an idle runner to end."""
         await self._send(frames.encode(frames.LEAVE, self._seq))
+
+
+def _credit(seq: int, stdout: int, stderr: int) -> list[bytes]:
+    due = ((frames.OUT, stdout), (frames.ERR, stderr))
+    return [frames.encode(frames.CREDIT, seq, bytes((stream,)) + more.to_bytes(8, "big")) for stream, more in due if more]
 
 
 def _input(seq: int, data: bytes, start: int, end: int) -> list[bytes]:

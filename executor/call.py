@@ -32,6 +32,7 @@ MAX_ENV_LINE = 65_535
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where engines look for programs in an image that sets no PATH."""
 
+_AT_START = frozenset({"LANG", "LANGUAGE", "TZ", "GLIBC_TUNABLES"})
 _ENV_KEY = re.compile(r"[^=\0]+\Z")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
@@ -106,6 +107,8 @@ class Call:
             request["argv"] = list(self.argv)
         else:
             request["code"] = self.code
+            if interpreter := _interpreter(self.env):
+                request["interpreter"] = interpreter
         return request
 
     def payload(self, image_env: Iterable[str] = ()) -> bytes:
@@ -187,6 +190,18 @@ def _check_argv(argv: tuple[str, ...]) -> None:
         check_argv(argv)
     except ValueError as error:
         raise InvalidCall(str(error)) from error
+
+
+def _interpreter(env: Mapping[str, str]) -> list[str]:
+    """How to start the interpreter that a call's own environment asks for; empty where a running one will do.
+
+    ``PYTHON*`` is meant for an interpreter that listens to it. The others are read by the C library when a process starts.
+    """
+    if any(key.startswith("PYTHON") for key in env):
+        return ["python3", "-B"]
+    if any(key in _AT_START or key.startswith(("LC_", "LD_", "MALLOC_")) for key in env):
+        return ["python3", "-I", "-B"]
+    return []
 
 
 def _check_env(env: Mapping[str, str]) -> None:

@@ -191,8 +191,8 @@ class ContainerProfile:
         return [*args, image, *argv]
 
 
-def exec_args(name: str, argv: Sequence[str], *, user: str, env_file: str = "") -> list[str]:
-    """The argv of a plain exec in the container ``name``. The working directory is never set here: ``exec -w`` is a known
+def exec_args(name: str, argv: Sequence[str], *, user: str, env_file: str = "", lang: str = "") -> list[str]:
+    """The argv of an exec in the container ``name``; ``lang`` is the locale it starts in. The working directory is never set here: ``exec -w`` is a known
     way out of a container (CVE-2024-21626), so what runs inside sets its own."""
     if not _NAME.match(name):
         raise ValueError(f"container name {name[:40]!r} must match {_NAME.pattern}")
@@ -203,6 +203,8 @@ def exec_args(name: str, argv: Sequence[str], *, user: str, env_file: str = "") 
         args += ["-u", user]
     if env_file:
         args += ["--env-file", env_file]
+    if lang:
+        args += ["-e", f"LANG={lang}"]
     return [*args, name, *argv]
 
 

@@ -21,6 +21,8 @@ class CallResult:
     ``stdout`` and ``stderr`` are the first ``max_output`` bytes of each; ``stdout_total`` and ``stderr_total`` count every
     byte that the code wrote. Durations are seconds; ``max_rss`` is bytes; both resource figures are ``None`` where
     nothing inside the container measured them. ``generation`` names the sandbox that the call ran in (``""`` when cold).
+    A streamed call's result has no bytes of its own: ``stdout_streamed`` and ``stderr_streamed`` count those handed out
+    before it.
     """
 
     exit_code: int | None
@@ -36,11 +38,16 @@ class CallResult:
     cpu_seconds: float | None = None
     max_rss: int | None = None
     generation: str = ""
+    stdout_streamed: int = 0
+    stderr_streamed: int = 0
 
     @property
     def truncated(self) -> bool:
         """Whether either stream lost bytes to ``max_output``."""
-        return self.stdout_total > len(self.stdout) or self.stderr_total > len(self.stderr)
+        return (
+            self.stdout_total > len(self.stdout) + self.stdout_streamed
+            or self.stderr_total > len(self.stderr) + self.stderr_streamed
+        )
 
     @property
     def ok(self) -> bool:
@@ -152,3 +159,17 @@ class InvalidCall(EmberpoolError):
     """The request itself is wrong; the message names the field and what is allowed."""
 
     reason = "invalid_call"
+
+
+class FileFailed(EmberpoolError):
+    """A file of a session could not be written, read or listed; the message says why.
+
+    ``code`` is the errno's name where the operation met one (``ENOENT``, ``ENOSPC``, ``EISDIR``, ...), ``EFBIG`` for what
+    is larger than asked for, ``EINVAL`` for what is not a regular file, ``ETIMEDOUT`` past the deadline, else ``""``.
+    """
+
+    reason = "file_failed"
+
+    def __init__(self, message: str, *, code: str = "", started: bool = True) -> None:
+        super().__init__(message, started=started)
+        self.code = code

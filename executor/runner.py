@@ -5,16 +5,22 @@
 It runs in the image's own Python (3.8 or newer) with nothing but the standard library, one thread, no user code. The
 loader of ``executor.call`` feeds it to Python; ``executor.frames`` describes what it and the host say to each other.
 A call's process is a child that was forked ahead of the call and waits for it; it comes back from ``run`` to the bottom of
-this file, and there becomes the caller's code. The runner itself never comes back.
+this file, and leaves it to become the caller's code. The runner itself never comes back.
 """
 
 import sys
 
-BASELINE = frozenset(sys.modules)  # what a fresh interpreter holds; the rest is taken away before a call's code begins
+# What a fresh interpreter holds; the rest is taken away before a call's code begins.
+BASELINE, BASELINE_PATHS = frozenset(sys.modules), frozenset(sys.path_importer_cache)
+__builtins__ = dict(
+    sys.modules["builtins"].__dict__
+)  # what a call's code puts there must not reach what comes after it
 
 import atexit
 import fcntl
+import functools
 import gc
+import itertools
 import json
 import os
 import resource
@@ -22,6 +28,10 @@ import select
 import signal
 import time
 import weakref
+
+import _operator
+import _thread
+import _warnings
 
 # Frames, as executor.frames has them: type, sequence number, length, payload.
 CALL, INPUT, INPUT_END, CREDIT, CANCEL, LEAVE = 1, 2, 3, 4, 5, 6
@@ -56,15 +66,20 @@ def read_file(path, size=262144):
 
 
 class Libc:
-    """The two settings that protect the runner from the code of its own uid. Both are read back."""
+    """What only C can do: the two settings that protect the runner from the code of its own uid (both are read back), and
+    the function with which the interpreter itself runs a file."""
 
     PR_SET_DUMPABLE, PR_GET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 4, 3, 36, 37
 
     def __init__(self):
         import ctypes
 
-        self._ctypes = ctypes
+        self._ctypes, self._deepened = ctypes, None
         self._prctl = ctypes.CDLL(None, use_errno=True).prctl
+        self._fdopen = ctypes.CDLL(None).fdopen
+        self._fdopen.argtypes, self._fdopen.restype = (ctypes.c_int, ctypes.c_char_p), ctypes.c_void_p
+        self.run_file = ctypes.pythonapi.PyRun_SimpleFileExFlags
+        self.run_file.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p)
 
     def protect(self):
         self._prctl(self.PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -77,6 +92,28 @@ class Libc:
         self._prctl(self.PR_SET_DUMPABLE, 1, 0, 0, 0)
         self._prctl(self.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
+    def file(self, fd):
+        """A C stream for reading a descriptor."""
+        return self._fdopen(fd, b"rb")
+
+    def deepen(self):
+        """Give back the levels of recursion that calls below the caller's code use up.
+
+        Only 3.11 counts calls of C together with those of Python down from the limit. The fields of its thread state are
+        known by the limit that stands beside the count.
+        """
+        if sys.version_info[:2] == (3, 11):
+            state = self._ctypes.pythonapi.PyThreadState_Get
+            state.restype = self._ctypes.c_void_p
+            fields = (self._ctypes.c_int * 2).from_address(state() + 32)
+            if fields[1] == sys.getrecursionlimit() and 0 < fields[1] - fields[0] < 64:
+                fields[0] += RECURSION
+                self._deepened = fields
+
+    def restore_depth(self):
+        if self._deepened is not None:
+            self._deepened[0] -= RECURSION
+
 
 def own_limits():
     """What code of the same uid can take from this process with ``prlimit`` and its like, although it cannot trace it."""
@@ -85,9 +122,6 @@ def own_limits():
 
 
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
-
-
-KEPT = set()  # modules that the operator had preloaded: the one difference that was asked for
 
 
 class Cgroup:
@@ -530,34 +564,31 @@ class Prepared:
     that a waiting child has and a call has not.
     """
 
-    def __init__(self):
-        self.fd = os.memfd_create("call.py")
+    def __init__(self, libc):
+        self._libc = libc
+        low = os.memfd_create("call.py")
+        # Out of the way of descriptors that are counted on to be free, and inherited: a program may run itself again.
+        self.fd = fcntl.fcntl(low, fcntl.F_DUPFD, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024) - 1)
+        os.close(low)
         self.name = "/proc/%d/fd/%d" % (os.getpid(), self.fd)
-        for module in set(sys.modules) - BASELINE - KEPT:
-            del sys.modules[module]
-        self.main = type(sys)("__main__")
-        loader = sys.modules["_frozen_importlib_external"].SourceFileLoader("__main__", self.name)
-        self.main.__dict__.update(
-            __builtins__=__builtins__, __file__=self.name, __cached__=None, __annotations__={}, __loader__=loader
-        )
-        sys.modules["__main__"] = self.main
+        self._stream = libc.file(os.dup(self.fd))
+        self._results, self._watched = [], []
+        self._steps = []
+        sys.path_importer_cache[self.name] = None
         sys.argv = [self.name]
         if hasattr(sys, "orig_argv"):
             sys.orig_argv = ["python3", "-I", "-B", self.name]
         self.rehearse()
+        self.unchanged = Unchanged()
 
     def rehearse(self):
         set_environment(json.loads(json.dumps({"env": dict(os.environ)}))["env"])
         self.store(REHEARSAL.encode("utf-8"))
         os.ftruncate(self.fd, 0)
-        exec(compile(REHEARSAL, self.name, "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+        exec(compile(REHEARSAL, self.name, "exec"), {"__name__": "__main__"})
         os.chdir(os.getcwd())
         resource.setrlimit(resource.RLIMIT_CPU, resource.getrlimit(resource.RLIMIT_CPU))
-        try:
-            raise SystemExit(0)
-        except SystemExit:
-            pass
-        noticed()
+        Unchanged().holds()
 
     def store(self, data):
         written = 0
@@ -565,9 +596,81 @@ class Prepared:
             written += os.write(self.fd, data[written:])
         os.lseek(self.fd, 0, os.SEEK_SET)
 
-    def compile(self, source):
-        self.store(source.encode("utf-8"))
-        return compile(source, self.name, "exec")
+    def hook(self):
+        """What the interpreter calls, as ``sys.excepthook``, once every frame of this file is gone: the whole of the call.
+
+        Between it and the caller's code there is only C, so that the code finds nothing below itself, and an error, an exit
+        and an end are dealt with by the interpreter's own code. Each step is a call without arguments that returns nothing
+        true; ``any`` makes them in order. ``max`` takes the three arguments of a hook and gives each to ``key``, which drops it.
+        """
+        call = functools.partial.__call__
+        run = map(self._libc.run_file, [self._stream], [os.fsencode(self.name)], [1], [None])
+        watching = map(_operator.is_not, self._watched, itertools.repeat(None))
+        self._steps += (
+            functools.partial(self.begin),
+            functools.partial(self._results.extend, run),
+            # What watches the caller's code must not see what comes after it.
+            functools.partial(self._watched.extend, map(call, map(functools.partial, (sys.gettrace, sys.getprofile)))),
+            functools.partial(any, map(call, itertools.compress(QUIET, watching))),
+            functools.partial(self.finish),
+        )
+        steps = functools.partial(any, map(call, self._steps))
+        return functools.partial(max, key=functools.partial(next, itertools.chain(map(call, [steps]), (0, 0))))
+
+    def begin(self):
+        """Wait for the call, and be the process that its code expects."""
+        request = await_call()
+        sys.excepthook = sys.__excepthook__
+        for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+            sys.__dict__.pop(name, None)
+        if "argv" in request:
+            os.close(self.fd)
+            replace(request["argv"][0], request["argv"])
+        self.store(request["code"].encode("utf-8"))
+        if request.get("interpreter"):
+            replace(sys.executable or "python3", request["interpreter"] + [self.name])
+        main = sys.modules["__main__"] = type(sys)("__main__")
+        main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"])
+        self._libc.deepen()
+        gc.unfreeze()
+        gc.enable()
+        self.unchanged = Unchanged()
+
+    def finish(self):
+        """The caller's code has ended, and an error of it was shown: leave, at once where nobody could tell."""
+        failed = self._results[0] != 0
+        try:
+            if not failed and self.unchanged.holds():
+                sys.stdout.flush()
+                sys.stderr.flush()
+                LEAVE(0)
+        except BaseException:
+            pass  # the interpreter says what there is to say
+        self._libc.restore_depth()
+        trace, profile = self._watched
+        if trace is not None:
+            self._steps.append(functools.partial(sys.settrace, trace))
+        if profile is not None:
+            self._steps.append(functools.partial(sys.setprofile, profile))
+        if not failed:
+            # After a failure the interpreter ends as after any other one: with 1, or by SIGINT.
+            self._steps.append(functools.partial(EXIT, 0))
+
+
+QUIET = functools.partial(sys.settrace, None), functools.partial(sys.setprofile, None)
+EXIT, LEAVE, THREADS = sys.exit, os._exit, _thread._count  # as they were before any code of a call
+RECURSION = 8  # levels that 3.11 counts between the bottom and the code that ``Prepared.hook`` runs
+
+
+def replace(path, argv):
+    """Become another program; only a failure is told from here."""
+    for name in ("SIGPIPE", "SIGXFSZ"):  # the interpreter ignores these; a program must find them at their defaults
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    try:
+        os.execvp(path, argv)
+    except OSError as error:
+        os.write(2, os.fsencode("%s: %s\n" % (argv[0], os.strerror(error.errno or 0))))
+        os._exit(NOT_FOUND if isinstance(error, (FileNotFoundError, NotADirectoryError)) else CANNOT_RUN)
 
 
 REHEARSAL = """
@@ -602,7 +705,6 @@ def await_call():
 
     request = json.loads(exactly(int.from_bytes(exactly(4), "big")))
     os.close(ASK)
-    gc.enable()
     if request["cpu_seconds"]:
         resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"], request["cpu_seconds"] + 1))
     set_environment(request["env"])
@@ -610,69 +712,114 @@ def await_call():
     return request
 
 
-def show(error, below):
-    """Show an uncaught exception as the interpreter does, without the frames of this file."""
-    trace = error.__traceback__
-    for _ in range(below):
-        trace = trace.tb_next if trace is not None else None
-    error = error.with_traceback(trace)
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-    if sys.version_info >= (3, 12):
-        sys.last_exc = error
-    sys.excepthook(type(error), error, trace)
-
-
-def leave(code):
-    """End the process as the interpreter would, without taking it apart where nobody could tell.
+class Unchanged:
+    """Whether nobody could tell if the process ended without its interpreter being taken apart.
 
     Taking an interpreter apart writes to most of its pages, which a forked process first has to copy: more than half of a
-    short call's time. It is only observable through finalizers, weak references' callbacks and suspended generators, so
-    where any object made since the fork may have one, this returns and the interpreter does it all.
+    short call's time. Only few things can observe it: exit handlers, threads, finalizers, weak references' callbacks,
+    suspended generators, and what some extension modules do when they go. So this looks for whatever may be one of those,
+    without running any of the caller's code, and says no when in doubt.
     """
-    if code is not None and not isinstance(code, int):
-        return
-    threading = sys.modules.get("threading")
-    if threading is not None:
-        threading._shutdown()
-    if atexit._ncallbacks():
-        atexit._run_exitfuncs()
-    if noticed():
-        return
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException:
-        return  # the interpreter says what there is to say
-    os._exit((code or 0) & 255)
 
+    def __init__(self):
+        self._streams = id(sys.stdout), id(sys.stderr)
+        self._filters = list(_warnings.filters)
+        self._collected = self._collections()
 
-def noticed():
-    """Whether an object made since the fork may notice that the interpreter is taken apart."""
-    objects = gc.get_objects()
-    if len(objects) > 20000:
-        return True
-    reference, kind, builtin = type(_REFERENCE), type, type(len)
-    for thing in objects:
-        made = kind(thing)
-        if made is reference:
-            # Callbacks that are built in only tidy caches, such as those of abstract base classes.
-            if thing.__callback__ is not None and kind(thing.__callback__) is not builtin:
-                return True
-        elif hasattr(made, "__del__") or (made is kind and "__del__" in thing.__dict__):
+    def _collections(self):
+        return [one["collections"] for one in gc.get_stats()[1:]]
+
+    def holds(self):
+        return self._quiet() and self._plain_modules() and not self._noticing()
+
+    def _quiet(self):
+        if atexit._ncallbacks() or THREADS() or not AUDIT or gc.callbacks or gc.get_debug() or gc.get_freeze_count():
+            return False
+        if (id(sys.stdout), id(sys.stderr)) != self._streams:
+            return False
+        warnings = sys.modules.get("warnings", _warnings)
+        if type(warnings) is not MODULE or warnings.__dict__.get("filters") != self._filters:
+            return False
+        threading = sys.modules.get("threading")
+        if threading is None:
             return True
-    return False
+        if type(threading) is not MODULE or threading.__dict__.get("_threading_atexits"):
+            return False
+        shutdown = threading.__dict__.get("_shutdown")
+        return type(shutdown) is type(replace) and shutdown.__code__.co_filename == threading.__dict__.get("__file__")
+
+    def _plain_modules(self):
+        if type(sys.modules) is not dict:
+            return False
+        for name in sys.modules:
+            if name in BASELINE:
+                continue
+            module = sys.modules[name]
+            if type(module) is not MODULE:
+                return False
+            loader = getattr(module.__dict__.get("__spec__"), "loader", None)
+            compiled = loader is BUILTIN or type(loader).__name__ == "ExtensionFileLoader"
+            if compiled and name not in SILENT:
+                return False
+        return True
+
+    def _noticing(self):
+        if self._collections() != self._collected:
+            return True  # what is young cannot be told from what was here before
+        verdicts = {}
+        for young in (0, 1):
+            for thing in gc.get_objects(generation=young):
+                made = type(thing)
+                verdict = verdicts.get(id(made))
+                if verdict is None:
+                    verdict = verdicts[id(made)] = judge(made)
+                if verdict == FINALIZED:
+                    return True
+                if verdict == CLASS and finalizes(thing):
+                    return True
+                if verdict == REFERENCE:
+                    # Callbacks that are built in and so named only tidy caches, those of abstract base classes.
+                    callback = CALLBACK(thing)
+                    if callback is not None and not (type(callback) is type(len) and callback.__name__ == "_destroy"):
+                        return True
+        return False
 
 
-class _Anchor:
-    pass
+PLAIN, FINALIZED, CLASS, REFERENCE = 1, 2, 3, 4
+MODULE, BUILTIN = type(sys), sys.modules["_frozen_importlib"].BuiltinImporter
+CALLBACK, BASES, NAMES = (
+    weakref.ref.__callback__.__get__,
+    type.__dict__["__mro__"].__get__,
+    type.__dict__["__dict__"].__get__,
+)
+# Compiled modules that do nothing when an interpreter is taken apart.
+SILENT = frozenset(
+    "array atexit binascii cmath errno fcntl gc grp itertools math pwd pyexpat resource select syslog unicodedata zlib _abc "
+    "_ast _asyncio _bisect _blake2 _bz2 _codecs _collections _contextvars _csv _datetime _decimal _elementtree _functools "
+    "_hashlib _heapq _imp _io _json _locale _lzma _md5 _opcode _operator _pickle _posixsubprocess _queue _random _sha1 _sha2 "
+    "_sha256 _sha3 _sha512 _signal _socket _sre _ssl _stat _statistics _string _struct _symtable _thread _tokenize "
+    "_tracemalloc _typing _uuid _warnings _weakref _zoneinfo".split()
+)
+# Emptied by the first audit hook that is added after this one, and otherwise without an effect.
+AUDIT = {"sys.addaudithook": True}
 
 
-_ANCHOR = _Anchor()
-_REFERENCE = weakref.ref(_ANCHOR)
+def finalizes(made):
+    """Whether instances of a class are told of their end; asks the class itself and none of its own code."""
+    return any("__del__" in NAMES(base) for base in BASES(made))
+
+
+def judge(made):
+    bases = BASES(made)
+    if finalizes(made) or made is weakref.ProxyType or made is weakref.CallableProxyType:
+        return FINALIZED
+    if any(base is type for base in bases):
+        return CLASS
+    return REFERENCE if any(base is weakref.ref for base in bases) else PLAIN
 
 
 def run(config):
-    """Serve calls until there are no more; comes back only in a child, with its request."""
+    """Serve calls until there are no more; comes back only in a child."""
     try:
         libc = Libc()
         dumpable, subreaper = libc.protect()
@@ -702,10 +849,11 @@ def run(config):
         runner.seq += 1
         child = fork_ahead(libc)
         if child is None:
-            prepared = Prepared()
+            prepared = Prepared(libc)
+            sys.addaudithook(AUDIT.pop)
             os.write(ASK_READY, b"1")
             os.close(ASK_READY)
-            return prepared, await_call()
+            return prepared
         runner.rehearse(child)
         runner.send(ARMED)
         asked = runner.next_call(child)
@@ -736,13 +884,17 @@ def run(config):
 def warm_up(preload, facts):
     """Pay once, before any fork, for what every call would pay: the parser's types, the imports, a clean heap."""
     exec(compile("def _warm(x):\n    return [i for i in range(x)]\n_warm(3)\n", "<warm>", "exec"), {})
-    before = set(sys.modules)
+    # This file's own imports are nobody else's. What is preloaded then gets copies of its own, and those stay: the one
+    # difference that was asked for.
+    for name in set(sys.modules) - BASELINE:
+        del sys.modules[name]
+    for path in set(sys.path_importer_cache) - BASELINE_PATHS:
+        del sys.path_importer_cache[path]
     for name in preload:
         try:
             __import__(name)
         except BaseException as error:
             facts["problem"] = "preload %s: %r" % (name, error)
-    KEPT.update(set(sys.modules) - before)
     if len(os.listdir("/proc/self/task")) > 1:
         facts["problem"] = "a preloaded module left a thread"
     gc.collect()
@@ -750,34 +902,7 @@ def warm_up(preload, facts):
     gc.freeze()
 
 
-# --- in the child, at the outermost level: the fewer frames below the caller's code, the closer to a plain python3 --------
+# --- in the child, at the outermost level ---------------------------------------------------------------------------------
 
-_prepared, _request = run(json.loads(r(int.from_bytes(r(4), "big"))))  # noqa: F821 - the loader's own reader
-if "argv" in _request:
-    for _name in ("SIGPIPE", "SIGXFSZ"):  # the interpreter ignores these; a program must find them at their defaults
-        signal.signal(getattr(signal, _name), signal.SIG_DFL)
-    try:
-        os.execvp(_request["argv"][0], _request["argv"])
-    except OSError as _error:
-        os.write(2, os.fsencode("%s: %s\n" % (_request["argv"][0], os.strerror(_error.errno or 0))))
-        os._exit(NOT_FOUND if isinstance(_error, (FileNotFoundError, NotADirectoryError)) else CANNOT_RUN)
-else:
-    try:
-        _code = _prepared.compile(_request["code"])
-    except BaseException as _error:
-        show(_error, below=9)
-        raise SystemExit(1) from None
-    try:
-        exec(_code, _prepared.main.__dict__)
-    except SystemExit as _error:
-        leave(_error.code)
-        raise
-    except BaseException as _error:
-        show(_error, below=1)
-        if isinstance(_error, KeyboardInterrupt):
-            sys.excepthook = lambda *_: None  # it has been shown; the interpreter still ends by SIGINT, as it should
-            raise
-        leave(1)
-        raise SystemExit(1) from None
-    else:
-        leave(0)
+sys.excepthook = run(json.loads(r(int.from_bytes(r(4), "big")))).hook()  # noqa: F821 - the loader's own reader
+raise Exception("the way out of every frame below the caller's code")  # noqa: TRY002 - nobody sees it

@@ -7,25 +7,30 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import anyio
+import anyio.lowlevel
 import structlog
 
 from executor.armed import ArmedRunner, RunnerConfig, RunnerState, Running
 from executor.call import LOADER, Call, new_token
 from executor.engine import Engine
 from executor.frames import Report
-from executor.profile import exec_args
+from executor.profile import CALL_ENV, exec_args
 from executor.result import CallResult, DeathCause, EmberpoolError, EngineUnavailable, ProfileMismatch, SandboxDied
+from executor.stream import Sink
 from executor.watch import EventHub, ExecWatch, Watch
 
 log = structlog.get_logger("emberpool.runner")
 
 ARM_TIMEOUT = 15.0
-"""Seconds from an exec's start to its runner's hello; beyond it the sandbox is not worth waiting for."""
+"""Seconds that a runner may take for each step that it does by itself (hello, arming, cleaning up, its end); beyond it
+the sandbox is not worth waiting for."""
 ANSWER_PATIENCE = 1.0
 """Seconds beyond deadline and grace in which a runner may still answer; silence after that is not life."""
 EVENT_PATIENCE = 2.0
 RETRY = 0.5
+KILLED_PATIENCE = 0.3
 SIGXCPU, SIGKILL = 24, 9
+KILL_CODE = 128 + SIGKILL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,7 @@ class Runners:
         self.problem: EmberpoolError | None = None
         self._place = place
         self._runner: ArmedRunner | None = None
+        self._killed = False
         self._changed = anyio.Event()
 
     def _notify(self) -> None:
@@ -77,11 +83,12 @@ class Runners:
         while not self.over and self.problem is None and not place.watch.died.is_set():
             argv = ("python3", "-I", "-B", "-c", LOADER, new_token())
             expected = place.watch.expect(argv)
-            args = exec_args(place.watch.name, argv, user=place.user)
+            # An interpreter takes its encodings from the locale that it starts in: the calls' own.
+            args = exec_args(place.watch.name, argv, user=place.user, lang=CALL_ENV["LANG"])
             runner = self._runner = ArmedRunner(place.engine, args, place.config, self._notify)
             try:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._check_hello, runner)
+                    tasks.start_soon(self._watch_over, runner)
                     tasks.start_soon(self._end_with, runner, place.watch.died)
                     await runner.run()
                     tasks.cancel_scope.cancel()
@@ -90,20 +97,26 @@ class Runners:
                 place.watch.dismiss(expected)
         self._notify()
 
-    async def _check_hello(self, runner: ArmedRunner) -> None:
-        """A hello must come in time, and must be the profile's, on every exec."""
-        with anyio.move_on_after(ARM_TIMEOUT) as late:
-            while runner.state is RunnerState.STARTING:
-                await self._changed.wait()
-        if late.cancelled_caught:
-            runner.problem = f"no hello within {ARM_TIMEOUT:g} s"
-            runner.scope.cancel()
-        elif runner.facts:
-            try:
-                self._place.check(runner.facts)
-            except ProfileMismatch as error:
-                self.problem = error
+    async def _watch_over(self, runner: ArmedRunner) -> None:
+        """What a runner does by itself it does in time, and its hello is the profile's: on every exec."""
+        while (state := runner.state) is not RunnerState.ENDED:
+            if state is not RunnerState.STARTING and not runner.vouched:
+                try:
+                    self._place.check(runner.facts)
+                except ProfileMismatch as error:
+                    self.problem = error
+                    runner.scope.cancel()
+                    return
+                runner.vouched = True
+                self._notify()
+            waits = state in (RunnerState.ARMED, RunnerState.BUSY)
+            with anyio.move_on_after(None if waits else ARM_TIMEOUT) as late:
+                while runner.state is state:
+                    await self._changed.wait()
+            if late.cancelled_caught:
+                runner.problem = f"nothing new within {ARM_TIMEOUT:g} s while {state.value}"
                 runner.scope.cancel()
+                return
 
     async def _end_with(self, runner: ArmedRunner, died: anyio.Event) -> None:
         await died.wait()
@@ -119,6 +132,12 @@ class Runners:
         if self.problem is None and not runner.problem:
             with anyio.move_on_after(EVENT_PATIENCE):
                 await expected.ended.wait()
+            if expected.exit_code == KILL_CODE:
+                # A container's end kills its execs, and theirs may be the first to be told.
+                with anyio.move_on_after(KILLED_PATIENCE):
+                    await place.watch.died.wait()
+            if place.watch.died.is_set():
+                return
             if expected.exit_code is None and (not place.hub.connected or not expected.created):
                 # The engine was lost, or never made the exec. The container may live on, and arms again once it can;
                 # an image without Python shows itself here too: its exec is made, and its program is not there.
@@ -138,7 +157,11 @@ class Runners:
             )
         log.warning("runner.lost", sandbox=place.watch.name, reason=reason)
         if not self.missing:
-            await place.kill(cause_of(runner))
+            await self._kill(cause_of(runner))
+
+    async def _kill(self, why: str) -> None:
+        self._killed = True
+        await self._place.kill(why)
 
     async def armed(self, timeout: float) -> ArmedRunner:
         """The runner, once it waits for a call. Raises the sandbox's problem, or ``EngineUnavailable`` after ``timeout``."""
@@ -150,21 +173,27 @@ class Runners:
                     raise SandboxDied(
                         "the sandbox ended before the call began", cause=self._place.watch.cause, started=False
                     )
-                if self._runner is not None and self._runner.state is RunnerState.ARMED:
-                    return self._runner
+                runner = self._runner
+                if runner is not None and runner.vouched and runner.state is RunnerState.ARMED:
+                    return runner
                 await self._changed.wait()
         raise EngineUnavailable(f"no runner was armed within {timeout:g} s; the call never started", retry_after=1.0)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def call(self, call: Call) -> CallResult:
-        """Carry one call out on the armed runner. Raises ``SandboxDied`` or ``EngineUnavailable``; a timeout is a result."""
+    async def call(self, call: Call, sink: Sink | None = None) -> CallResult:
+        """Carry one call out on the armed runner, its output into ``sink`` where there is one.
+
+        Raises ``SandboxDied`` or ``EngineUnavailable``; a timeout is a result.
+        """
         place, began = self._place, anyio.current_time()
         runner = await self.armed(call.timeout)
         left = max(0.001, call.timeout - (anyio.current_time() - began))
         ooms = place.watch.ooms
-        running = runner.begin(call.max_output)
-        header = {"timeout": left, "grace": place.grace, "max_output": call.max_output, "credit": None}
+        # A cancel that is due already finds the runner unclaimed; later it has to end a call.
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        running = runner.begin(call.max_output, sink)
+        header = {"timeout": left, "grace": place.grace, "max_output": call.max_output}
         asked = {**call.request(place.image_env), "cpu_seconds": place.cpu_seconds}
         request = json.dumps(asked).encode("ascii")
         try:
@@ -180,7 +209,7 @@ class Runners:
             return result_of(running, running.report, duration, oom=oom, cpu_seconds=place.cpu_seconds)
         if running.done.is_set():
             raise await self._lost(runner, running, ooms)
-        await place.kill("timeout")
+        await self._kill("timeout")
         return CallResult(
             exit_code=None,
             timed_out=True,
@@ -195,12 +224,12 @@ class Runners:
         """The caller was cancelled: the call's whole tree ends before its caller goes on, or the sandbox does."""
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(self._place.grace + ANSWER_PATIENCE):
-                await runner.cancel(running)
-                await running.done.wait()
-                while runner.state is RunnerState.CLEANING:
-                    await self._changed.wait()
+                if await runner.cancel(running):
+                    await running.done.wait()
+                    while runner.state is RunnerState.CLEANING:
+                        await self._changed.wait()
             if runner.last is not RunnerState.CLEAN and runner.state not in (RunnerState.CLEAN, RunnerState.ARMED):
-                await self._place.kill("cancelled")
+                await self._kill("cancelled")
 
     async def _lost(self, runner: ArmedRunner, running: Running, ooms: int) -> SandboxDied:
         """The error of a call whose runner ended without a report."""
@@ -210,11 +239,11 @@ class Runners:
                 while not place.watch.died.is_set() and self.problem is None:
                     await self._changed.wait()
         cause: DeathCause = "oom" if place.watch.ooms > ooms else cause_of(runner)
-        if place.watch.died.is_set() and place.watch.cause != "killed":
+        if place.watch.died.is_set() and not self._killed:
             cause = place.watch.cause
-        elif not place.hub.connected:
+        elif place.watch.engine_lost or not place.hub.connected:
             cause = "engine"
-        await place.kill(cause)
+        await self._kill(cause)
         if running.refused:
             return SandboxDied(f"the sandbox was unfit for the call: {running.refused}", cause=cause, started=False)
         why = runner.problem or "its runner ended without an answer"

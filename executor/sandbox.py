@@ -16,8 +16,16 @@ from executor.docker import classify
 from executor.engine import ContainerGone, Engine, ImageInfo
 from executor.plain import PlainExec
 from executor.profile import ContainerProfile, Identity, exec_args
-from executor.result import CallResult, EmberpoolError, EngineFailed, EngineUnavailable, ProfileMismatch
+from executor.result import (
+    CallResult,
+    EmberpoolError,
+    EngineFailed,
+    EngineUnavailable,
+    InvalidCall,
+    ProfileMismatch,
+)
 from executor.runners import Place, Runners
+from executor.stream import CallStream, Sink
 from executor.verify import INSIDE_FILES, Finding, check_files, check_inside, check_inspect, probe_argv, require
 from executor.watch import EventHub, Watch
 
@@ -122,11 +130,22 @@ class Sandbox:
         if self._runners is not None:
             await self._runners.armed(PROBE_TIMEOUT)
 
-    async def call(self, call: Call) -> CallResult:
-        """Run one call. Raises ``SandboxDied``, ``EngineUnavailable`` or ``InvalidCall``; a timeout is a result."""
+    async def call(self, call: Call, sink: Sink | None = None) -> CallResult:
+        """Run one call, its output into ``sink`` where there is one (see ``stream``).
+
+        Raises ``SandboxDied``, ``EngineUnavailable`` or ``InvalidCall``; a timeout is a result.
+        """
         if self._runners is not None:
-            return await self._runners.call(call)
+            return await self._runners.call(call, sink)
+        if sink is not None:
+            raise InvalidCall(
+                "output is streamed by a runner, which needs a python3 in the image; make an ordinary call of it"
+            )
         return await self._plain.call(call)
+
+    def stream(self, call: Call) -> CallStream:
+        """The call as a block to iterate over: its output as it comes, then its result."""
+        return CallStream(lambda sink: self.call(call, sink), call.max_output)
 
     def _check_hello(self, facts: dict[str, object]) -> None:
         spec, files = self._spec, facts.get("files")

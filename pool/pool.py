@@ -31,6 +31,7 @@ from executor.result import (
     SessionClosed,
     StateLost,
 )
+from executor.stream import Sink
 from executor.watch import EventHub
 from pool import events as ev
 from pool.config import Settings
@@ -234,8 +235,10 @@ class SandboxPool:
             max_input=limits.max_input,
         )
 
-    async def run_call(self, key: SessionKey, epoch: int, call: Call, generation: str | None) -> CallResult:
-        """Wait for the session's turn and run the call in its sandbox."""
+    async def run_call(
+        self, key: SessionKey, epoch: int, call: Call, generation: str | None, sink: Sink | None = None
+    ) -> CallResult:
+        """Wait for the session's turn and run the call in its sandbox, its output into ``sink`` where there is one."""
         n = self._parse_generation(generation) if generation is not None else None
         self._require_open()
         waiter, place = self._wait()
@@ -250,7 +253,7 @@ class SandboxPool:
             n = place.answer.n
             box = self._shop.sandboxes[n]
             try:
-                result = await self._run(place, lambda left: box.call(replace(call, timeout=left)), deadline)
+                result = await self._run(place, lambda left: box.call(replace(call, timeout=left), sink), deadline)
             finally:
                 poisoned = box.poisoned
             result = replace(result, generation=f"{self._shop.instance}-{n}")

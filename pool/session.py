@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from executor import files
+from executor.files import FileInfo
 from executor.result import CallResult, SessionClosed
+from executor.stream import CallStream
 from pool.events import SessionKey
 
 if TYPE_CHECKING:
@@ -53,10 +56,81 @@ class Session:
         served. Raises ``InvalidCall``, ``SessionBusy``, ``SandboxDied``, ``StateLost``, ``SessionClosed``, ``PoolClosed``
         and whatever ``acquire`` raises when the session has to be given a sandbox anew.
         """
-        if self._released:
-            raise SessionClosed("this handle was released; acquire the session again")
+        self._require_attached()
         call = self._pool.new_call(argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output)
         return await self._pool.run_call(self._key, self._epoch, call, generation)
+
+    def stream(
+        self,
+        argv: Sequence[str] | None = None,
+        *,
+        code: str | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        max_output: int | None = None,
+        generation: str | None = None,
+    ) -> CallStream:
+        """As ``call``, with the output as it comes: ``async with session.stream(...) as events: async for event in events``.
+
+        The events are ``Output`` (some bytes of one stream) and, last, the ``CallResult`` with the totals and no bytes. The
+        first ``max_output`` bytes of each stream are handed out. A consumer that is slow holds the tool back (about 256 KiB
+        ahead of it in each stream), and time held back counts towards ``timeout``. Leaving the block early cancels the call
+        and ends all that it started. Raises ``InvalidCall`` at once; all else that ``call`` raises comes from the iteration.
+        An image without Python cannot stream (``InvalidCall``).
+        """
+        self._require_attached()
+        call = self._pool.new_call(argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output)
+        return CallStream(
+            lambda sink: self._pool.run_call(self._key, self._epoch, call, generation, sink), call.max_output
+        )
+
+    async def write_file(
+        self,
+        path: str,
+        data: bytes,
+        *,
+        parents: bool = False,
+        timeout: float | None = None,
+        generation: str | None = None,
+    ) -> None:
+        """Write a file below ``/tmp`` or ``/dev/shm``: the whole of it, or, on any error, what was there before.
+
+        A relative ``path`` begins at ``/tmp``; ``parents`` makes missing directories. ``data`` may be as long as a call's
+        input (``call.max_input``), and fits into the sandbox's tmpfs or not. Raises ``FileFailed`` (``code`` is the errno's
+        name), ``InvalidCall`` (a path that leads elsewhere; an image without Python) and what ``call`` raises.
+        """
+        limits = self._pool.settings.call
+        request = files.write_request(path, data, parents=parents, max_input=limits.max_input)
+        await self._file_call(request, f"writing {path!r:.200}", timeout, generation)
+
+    async def read_file(
+        self, path: str, *, max_bytes: int | None = None, timeout: float | None = None, generation: str | None = None
+    ) -> bytes:
+        """The bytes of a regular file below ``/tmp``, ``/dev/shm`` or ``/tool``; links that stay inside are followed.
+
+        A file of more than ``max_bytes`` (at most and by default ``call.max_output``) is ``FileFailed``, not a part of it.
+        Raises as ``write_file``.
+        """
+        request = files.read_request(path, max_bytes, max_output=self._pool.settings.call.max_output)
+        return await self._file_call(request, f"reading {path!r:.200}", timeout, generation)
+
+    async def list_files(
+        self, path: str = "/tmp",  # noqa: S108 - the place inside the sandbox
+        *, timeout: float | None = None, generation: str | None = None,
+    ) -> list[FileInfo]:  # fmt: skip
+        """The entries of a directory below ``/tmp``, ``/dev/shm`` or ``/tool``, by name. Raises as ``read_file``."""
+        request = files.list_request(path, max_output=self._pool.settings.call.max_output)
+        doing = f"listing {path!r:.200}"
+        return files.parse_listing(await self._file_call(request, doing, timeout, generation), doing)
+
+    async def _file_call(self, request: bytes, doing: str, timeout: float | None, generation: str | None) -> bytes:
+        result = await self.call(code=files.program(), stdin=request, timeout=timeout, generation=generation)
+        return files.answer(result, doing)
+
+    def _require_attached(self) -> None:
+        if self._released:
+            raise SessionClosed("this handle was released; acquire the session again")
 
     async def ready(self) -> None:
         """Wait until a call would find a runner armed and pay nothing for the start of one; runs nothing itself.
@@ -65,8 +139,7 @@ class Session:
         that is running is waited for, 15 s at most. Somebody else's call may still come first. Raises ``SessionClosed``,
         ``PoolClosed``, ``SandboxDied``, ``EngineUnavailable`` (no runner was armed in time) and whatever ``acquire`` raises.
         """
-        if self._released:
-            raise SessionClosed("this handle was released; acquire the session again")
+        self._require_attached()
         await self._pool.ready(self._key, self._epoch)
 
     async def release(self) -> None:

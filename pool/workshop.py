@@ -100,7 +100,7 @@ class Workshop:
             settings.sandbox.user, settings.sandbox.uid_range, tuple(settings.sandbox.mounts)
         )
         self._python: dict[str, bool] = {}
-        self._known: set[str] = set()
+        self._untold: set[str] = set()
         self._tasks, self._asking = tasks, anyio.Lock()
 
     def name(self, n: int) -> str:
@@ -172,8 +172,9 @@ class Workshop:
 
         def created(container: str) -> None:
             self._state.enter(Entry(name, "standby", container=container, user=user, created=time.time()))
-            self._known.add(name)
+            self._untold.discard(name)
 
+        self._untold.add(name)
         box = await start_sandbox(link.engine, self._hub, spec, python=python, tasks=self._tasks, created=created)
         self.sandboxes[n] = box
         return box
@@ -185,9 +186,10 @@ class Workshop:
             box.let_go()
         await self._require().engine.remove(name)
         self._hub.forget(name)
-        # Where the start never told an ID, the entry stays for a while: the daemon may still carry it out.
-        if name in self._known:
-            self._known.discard(name)
+        # Where a start was asked for and never told an ID, the entry stays for a while: the daemon may still carry it out.
+        if name in self._untold:
+            self._untold.discard(name)
+        else:
             self._state.drop(name)
         self._users.pop(name, None)
 
@@ -208,6 +210,7 @@ class Workshop:
         """Forget sandbox ``n`` without touching any container: none was made, its name is another's."""
         name = self.name(n)
         self._hub.forget(name)
+        self._untold.discard(name)
         self._users.pop(name, None)
         self._drop(name)
 

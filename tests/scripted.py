@@ -11,6 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -25,11 +26,15 @@ from tests.scripted_box import (
     Pipe,
     RunWords,
     ScriptedChannel,
+    Special,
+    hello_of,
     inspect_record,
     probe_output,
+    read_field,
     read_request,
     run_steps,
 )
+from tests.scripted_runner import Misdeed, ProgramEnded, ScriptedRunner, runner_program
 
 EPOCH = 1_700_000_000
 IMAGE = ImageInfo(id="sha256:" + "a" * 64, env=("PATH=/usr/bin",))
@@ -41,7 +46,7 @@ UNREACHABLE = "Cannot connect to the Docker daemon at unix:///scripted. Is the d
 @dataclass(slots=True, eq=False)
 class Box:
     """One container. ``execs`` holds the scope of each process that runs in it, by its exec's ID; ``left`` those of
-    processes that ended while something else still holds their streams."""
+    processes that ended while something else still holds their streams. ``busy`` counts the calls that run in it."""
 
     id: str
     words: RunWords
@@ -50,6 +55,7 @@ class Box:
     execs: dict[str, anyio.CancelScope] = field(default_factory=dict)
     main: anyio.CancelScope | None = None
     left: list[anyio.CancelScope] = field(default_factory=list)
+    busy: int = 0
 
     @property
     def name(self) -> str:
@@ -74,8 +80,10 @@ class ScriptedEngine:
 
     ``faults[operation]`` is used up from its front; ``always[operation]`` holds for as long as it stands.
     ``lose`` are event actions that are never told; ``repeat`` tells each event twice; ``event_delay`` tells them late.
-    ``patch`` changes an inspect record; ``inside`` changes a probe's output. ``before`` is called with each operation;
-    ``asked`` counts them; ``told`` are all events.
+    ``patch`` changes an inspect record; ``inside`` changes what a probe or a hello tells of each file, ``hello`` a hello's
+    facts. ``misdeeds`` are what runners do wrong, by place (``tests.scripted_runner``); ``runners`` are all that there
+    were. Without ``python`` the image has none. ``untold`` are the starts whose container's ID was never told. ``before``
+    is called with each operation; ``asked`` counts them; ``told`` are all events.
     """
 
     def __init__(self, *, latency: dict[str, float] | None = None) -> None:
@@ -86,6 +94,9 @@ class ScriptedEngine:
         self.repeat, self.event_delay = False, 0.0
         self.patch: Callable[[dict[str, Any]], None] = lambda record: None
         self.inside: Callable[[bytes], bytes] = lambda output: output
+        self.hello: Callable[[dict[str, Any]], None] = lambda facts: None
+        self.misdeeds: defaultdict[str, list[Misdeed]] = defaultdict(list)
+        self.runners: list[ScriptedRunner] = []
         self.before: Callable[[str], None] = lambda operation: None
         self.images = {"default": IMAGE}
         self.up_now = True
@@ -93,6 +104,7 @@ class ScriptedEngine:
         self.boxes: dict[str, Box] = {}
         self.asked: Counter[str] = Counter()
         self.started: list[RunWords] = []
+        self.untold: dict[str, RunWords] = {}
         self.most = 0
         self.told: list[EngineEvent] = []
         self._late: deque[EngineEvent] = deque()
@@ -128,6 +140,15 @@ class ScriptedEngine:
         self.up_now = True
         for box in list(self.boxes.values()):
             self.die(box, 143)
+
+    def kill_clients(self) -> None:
+        """Every attached client is killed, and nothing that runs inside."""
+        for channel in list(self._clients):
+            channel.kill()
+
+    def carry_out_late(self, name: str) -> Box:
+        """The daemon gets round to a start that its client gave up."""
+        return self._run_detached(self.untold[name])
 
     def cut_events(self) -> None:
         """Only the event streams end."""
@@ -179,10 +200,16 @@ class ScriptedEngine:
 
     async def start(self, args: Sequence[str]) -> str:
         words = RunWords.parse(args)
+        self.untold[words.name] = words
         async with self._doing("start"):
-            box = self._create(words)
-            self._tasks.start_soon(self._sleep_out, box)
+            box = self._run_detached(words)
+        del self.untold[words.name]
         return box.id
+
+    def _run_detached(self, words: RunWords) -> Box:
+        box = self._create(words)
+        self._tasks.start_soon(self._sleep_out, box)
+        return box
 
     async def inspect(self, name: str) -> dict[str, Any]:
         await self._ask("inspect")
@@ -374,7 +401,9 @@ class ScriptedEngine:
                     box.left.append(box.execs.pop(exec_id))
                     self._tell("exec_die", box, exec_id=exec_id, exit_code=int(rest))
                     await anyio.sleep_forever()
-            else:
+            elif word == "kill":
+                raise ProgramEnded(signal=int(rest))
+            elif word not in ("stubborn", "dirty"):  # nothing asks such a process to end, and nothing cleans after it
                 raise AssertionError(f"no such step: {word}")
 
         if argv[0] == "cat" and len(argv) > 2:
@@ -383,9 +412,31 @@ class ScriptedEngine:
         if argv[0] == "python3" and argv[-1] == "print(1)":
             channel.stdout.write(b"1\n" if self.python else b"")
             return 0 if self.python else 127
+        asked = Asked(" ".join(argv))
         if LOADER in argv:
-            return await run_steps(await read_request(channel.stdin), channel, special)
-        return await run_steps(Asked(" ".join(argv)), channel, special)
+            program = await read_field(channel.stdin)
+            if program == runner_program():
+                return await self._runner(channel, box, user, special)
+            asked = Asked("exit 125") if program is None else await read_request(channel.stdin)
+        box.busy += 1
+        try:
+            return await run_steps(asked, channel, special)
+        except ProgramEnded as end:
+            return 128 + (end.signal or 0)
+        finally:
+            box.busy -= 1
+
+    async def _runner(self, channel: ScriptedChannel, box: Box, user: str, special: Special) -> int:
+        def busy(more: int) -> None:
+            box.busy += more
+
+        facts = hello_of(box.words, user, self.inside)
+        facts["alone"] = box.busy == 0
+        self.hello(facts)
+        tell_oom = partial(self._tell, "oom", box)
+        runner = ScriptedRunner(self, channel, facts, special=special, tell_oom=tell_oom, busy=busy)
+        self.runners.append(runner)
+        return await runner.run()
 
     def _now(self) -> int:
         """Nanoseconds of the engine's own clock; no two events have the same."""

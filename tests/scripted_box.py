@@ -6,12 +6,11 @@ listed at ``run_steps``.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -106,13 +105,13 @@ def inspect_record(words: RunWords, image: ImageInfo, container: str, *, running
     }
 
 
-def probe_output(words: RunWords, user: str, argv: Sequence[str]) -> bytes:
-    """What ``cat`` of the probe's files prints inside a faithful container."""
+def inside_files(words: RunWords, user: str) -> dict[str, str]:
+    """What the probe's files hold inside a faithful container."""
     uid, _, gid = user.partition(":")
     caps = "".join(f"{key}:\t{0:016x}\n" for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"))
     size = int(words.one("--tmpfs").split("size=")[1][:-1]) * 1024
     texts = dict.fromkeys(INSIDE_FILES, "")
-    texts |= {
+    return texts | {
         "/proc/self/status": f"Name:\tcat\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\nGid:\t{gid}\t{gid}\t{gid}\t{gid}\n"
         f"{caps}NoNewPrivs:\t1\nSeccomp:\t2\n",
         "/proc/self/mountinfo": "1 0 0:1 / / ro,relatime - overlay overlay ro\n"
@@ -122,14 +121,37 @@ def probe_output(words: RunWords, user: str, argv: Sequence[str]) -> bytes:
         "/sys/fs/cgroup/memory.max": f"{int(words.one('--memory', '0m')[:-1]) << 20}\n",
         "/tool/nonce": (Path(words.staging) / "nonce").read_text("ascii"),
     }
+
+
+def probe_output(words: RunWords, user: str, argv: Sequence[str]) -> bytes:
+    """What ``cat`` of the probe's files prints."""
+    texts = inside_files(words, user)
     return "".join(texts[file] for file in argv[1:]).encode()
+
+
+def hello_of(words: RunWords, user: str, inside: Callable[[bytes], bytes]) -> dict[str, Any]:
+    """The facts of a runner in a faithful container, its files as ``inside`` changes them."""
+    files = {file: inside(text.encode()).decode() for file, text in inside_files(words, user).items()}
+    nonce = files.pop("/tool/nonce").strip()
+    return {
+        "files": files, "nonce": nonce, "undumpable": True, "subreaper": True, "alone": True, "python": "3.11.2",
+        "problem": "",
+    }  # fmt: skip
 
 
 class Pipe:
     """Bytes in memory with an end; what is written after the end is lost."""
 
     def __init__(self) -> None:
-        self.buffer, self.closed, self._news = bytearray(), False, anyio.Event()
+        self.buffer, self.closed, self._news, self._read = bytearray(), False, anyio.Event(), anyio.Event()
+
+    async def put(self, data: bytes) -> None:
+        """As ``write``; for programs, whose output may have to wait."""
+        self.write(data)
+
+    async def drained(self) -> None:
+        """Wait until something was read."""
+        await self._read.wait()
 
     def write(self, data: bytes) -> None:
         if not self.closed:
@@ -151,34 +173,39 @@ class Pipe:
             await self._news.wait()
         data = bytes(self.buffer[:size])
         del self.buffer[:size]
+        self._read.set()
+        self._read = anyio.Event()
         return data
 
     async def exactly(self, size: int) -> bytes:
-        data = b""
+        data = bytearray()
         while len(data) < size:
             chunk = await self.read(size - len(data))
             if not chunk:
-                return data
+                break
             data += chunk
-        return data
+        return bytes(data)
 
     async def rest(self) -> bytes:
-        data = b""
+        data = bytearray()
         while chunk := await self.read():
             data += chunk
-        return data
+        return bytes(data)
 
 
 class ScriptedChannel:
-    """An attached client in memory; what it has started outlives it."""
+    """An attached client in memory; what it has started outlives it. A ``stuck`` one takes no more stdin."""
 
     def __init__(self) -> None:
+        self.stuck = False
         self.stdin, self.stdout, self.stderr = Pipe(), Pipe(), Pipe()
         self._code: int | None = None
         self._ended = anyio.Event()
 
     async def send(self, data: bytes) -> None:
         await checkpoint()
+        if self.stuck:
+            await anyio.sleep_forever()
         if self.stdin.closed:
             raise BrokenPipeError("the engine client's stdin is closed")
         self.stdin.write(data)
@@ -223,22 +250,45 @@ class Asked:
     env: dict[str, str] = field(default_factory=dict)
 
 
-async def read_request(stdin: Pipe) -> Asked:
-    """Read the loader's two frames as the program inside would; where they are cut off it exits with 125."""
-    await stdin.exactly(int.from_bytes(await stdin.exactly(4), "big"))
-    size = int.from_bytes(await stdin.exactly(4), "big")
+async def read_field(stdin: Pipe) -> bytes | None:
+    """One length and as many bytes; ``None`` where they are cut off."""
+    head = await stdin.exactly(4)
+    size = int.from_bytes(head, "big")
     data = await stdin.exactly(size)
-    if not size or len(data) < size:
+    return data if len(head) == 4 and len(data) == size else None
+
+
+async def read_request(stdin: Pipe) -> Asked:
+    """Read the fields of ``executor/bootstrap.py`` as it does; where they are cut off it exits with 125."""
+    fields = [await read_field(stdin) for _ in range(3)]
+    if None in fields:
         return Asked("exit 125")
-    request = json.loads(data)
-    steps = request["code"] if "code" in request else " ".join(request["argv"])
-    return Asked(steps, request["env"])
+    what, env, body = ((data or b"").decode().split("\0") for data in fields)
+    entries = dict(entry.partition("=")[::2] for entry in env if entry)
+    return Asked(" ".join(body) if what[1] == "argv" else "\0".join(body), entries)
 
 
 Special = Callable[[str, str], Awaitable[None]]
 
 
-async def run_steps(asked: Asked, channel: ScriptedChannel, special: Special) -> int:
+class Writable(Protocol):
+    """Where a program writes."""
+
+    async def put(self, data: bytes) -> None: ...
+
+
+class Streams(Protocol):
+    """A program's three streams."""
+
+    @property
+    def stdin(self) -> Pipe: ...
+    @property
+    def stdout(self) -> Writable: ...
+    @property
+    def stderr(self) -> Writable: ...
+
+
+async def run_steps(asked: Asked, channel: Streams, special: Special) -> int:
     """Carry out a call's steps and return its exit status.
 
     ``sleep SECONDS``, ``echo TEXT``, ``err TEXT``, ``exit STATUS``, ``cat`` (stdin to stdout), ``env NAME``,
@@ -250,17 +300,17 @@ async def run_steps(asked: Asked, channel: ScriptedChannel, special: Special) ->
             case "sleep":
                 await anyio.sleep(float(rest))
             case "echo":
-                channel.stdout.write(rest.encode() + b"\n")
+                await channel.stdout.put(rest.encode() + b"\n")
             case "err":
-                channel.stderr.write(rest.encode() + b"\n")
+                await channel.stderr.put(rest.encode() + b"\n")
             case "exit":
                 return int(rest)
             case "cat":
-                channel.stdout.write(await channel.stdin.rest())
+                await channel.stdout.put(await channel.stdin.rest())
             case "env":
-                channel.stdout.write(asked.env.get(rest, "(unset)").encode() + b"\n")
+                await channel.stdout.put(asked.env.get(rest, "(unset)").encode() + b"\n")
             case "flood":
-                channel.stdout.write(b"x" * int(rest))
+                await channel.stdout.put(b"x" * int(rest))
             case "hang":
                 await anyio.sleep_forever()
             case _:

@@ -82,7 +82,7 @@ async def test_a_cancelled_call_that_would_never_end_takes_its_sandbox_with_it(s
         first = session.generation
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: session.call(code="hang"))
-            await until(lambda: engine.the_box().execs, limit=5)
+            await until(lambda: engine.the_box().busy, limit=5)
             tasks.cancel_scope.cancel()
         assert_balanced(pool)
         assert (await session.call(code="echo anew")).generation != first
@@ -107,7 +107,7 @@ async def test_a_cancelled_call_that_waits_for_its_turn_disturbs_nobody(state_di
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call, "sleep 0.05; echo first")
-            await until(lambda: engine.the_box().execs, limit=5)
+            await until(lambda: engine.the_box().busy, limit=5)
             with anyio.move_on_after(0) as waiting:
                 await call("echo never")
             assert waiting.cancelled_caught

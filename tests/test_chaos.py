@@ -9,15 +9,19 @@ from typing import Any
 import anyio
 import pytest
 
+from executor.frames import CLEAN, encode
 from executor.result import CallResult, EmberpoolError, EngineFailed
 from pool.pool import SandboxPool
 from tests.core import check_invariants
-from tests.pools import LATENCY, assert_balanced, outcome, running, settings_of, virtual_backend
+from tests.pools import LATENCY, assert_balanced, outcome, running, settings_of, virtual_backend, wall_clock_follows
 from tests.scripted import Fault, ScriptedEngine
+from tests.scripted_runner import dies, falls_silent, loses_its_client, poisoned, says, takes
 
 pytestmark = pytest.mark.anyio
 
-STEPS = ("echo x", "exit 3", "sleep 3; echo y", "hang", "die 137", "die 0", "oom", "linger 0", "lose; hang", "cat")
+STEPS = ("echo x", "exit 3", "sleep 3; echo y", "hang", "die 137", "die 0", "oom", "linger 0", "lose; hang", "cat",
+         "stubborn; hang", "dirty", "kill 11", "flood 300000")
+PLACES = ("hello", "armed", "idle", "call", "done", "clean")
 OPERATIONS = ("info", "image", "start", "attach", "inspect", "kill", "remove", "list")
 FAULTS = (
     Fault(error=EngineFailed("it failed")),
@@ -31,6 +35,11 @@ FAULTS = (
 @pytest.fixture
 def anyio_backend() -> tuple[str, dict[str, Any]]:
     return virtual_backend()
+
+
+@pytest.fixture(autouse=True)
+def _virtual_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall_clock_follows(monkeypatch)
 
 
 def _checked(pool: SandboxPool) -> None:
@@ -63,10 +72,21 @@ async def _use(pool: SandboxPool, dice: random.Random, name: str, ended: list[ob
         await dice.choice((session.release, session.close))()  # type: ignore[attr-defined]
 
 
+MISDEEDS = (
+    dies,
+    falls_silent,
+    loses_its_client,
+    takes(4.0),
+    poisoned(b"the runner's limits changed"),
+    says(b"garbage that is no frame at all"),
+    says(lambda runner: encode(CLEAN, runner.seq + 1), instead=False),
+)
+
+
 async def _fail(engine: ScriptedEngine, dice: random.Random) -> None:
     while True:
         await anyio.sleep(dice.expovariate(0.1))
-        match dice.randrange(6):
+        match dice.randrange(8):
             case 0:
                 engine.down()
                 await anyio.sleep(dice.choice((0.1, 5, 40)))
@@ -79,6 +99,10 @@ async def _fail(engine: ScriptedEngine, dice: random.Random) -> None:
                 engine.lose = {dice.choice(("exec_create", "exec_die", "create", "start", "die", "destroy", "oom"))}
                 await anyio.sleep(2)
                 engine.lose = set()
+            case 4:
+                engine.kill_clients()
+            case 5:
+                engine.misdeeds[dice.choice(PLACES)] = [dice.choice(MISDEEDS)]
             case _:
                 engine.faults[dice.choice(OPERATIONS)].append(dice.choice(FAULTS))
 
@@ -96,6 +120,7 @@ async def test_whatever_fails_every_call_ends_once_and_the_pool_heals(state_dir:
                     users.start_soon(_use, pool, dice, name, ended)
             chaos.cancel_scope.cancel()
         engine.faults.clear()
+        engine.misdeeds.clear()
         engine.lose = set()
         if not engine.up_now:
             engine.up()

@@ -24,6 +24,8 @@ from typer.testing import CliRunner
 from benchmarks import bench as bench_module
 from benchmarks import modes as modes_module
 from benchmarks.bench import Bench, BenchmarkError, check_finished
+from benchmarks.document import BEGIN, END, write_figures
+from benchmarks.floor import COMMAND, Floor, FloorError
 from benchmarks.latency import app
 from benchmarks.machine import cpu_model
 from benchmarks.modes import MODES, Measure, Mode, mode
@@ -41,7 +43,10 @@ MACHINE: dict[str, str | int | float] = {
     "engine": "docker 20.10", "runtime": "runc", "cgroup": "1", "image": "some:1", "image_id": "sha256:0",
     "backend": "asyncio", "date": "2026-01-02T03:04:05+00:00",
 }  # fmt: skip
-USUAL = ["cold", "warm_exec", "acquire_standby", "acquire_cold"]
+USUAL = ["cold", "warm_exec", "armed", "resident", "floor", "acquire_standby", "acquire_cold"]
+PARTS = ["sandbox", "echo", "bare_exec"]
+POOLS, OWN = 5, 2
+"""Pools of a usual run (the shared one, one for each kind of session, one for each acquire), and sandboxes without one."""
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -96,6 +101,13 @@ def test_ratios_say_how_often_each_median_goes_into_the_cold_one() -> None:
     assert ratios(modes) == {}
 
 
+def test_ratios_compare_the_armed_call_with_the_plain_one_and_the_resident_one_with_the_floor() -> None:
+    medians = {"warm_exec": 60.0, "armed": 2.0, "resident": 1.5, "floor": 1.2}
+    assert ratios({name: Summary(1, p50, 0, 0) for name, p50 in medians.items()}) == {
+        "warm_exec/armed": 30.0, "resident/floor": 1.25,
+    }  # fmt: skip
+
+
 # Modes, in turn
 
 
@@ -131,12 +143,12 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Mode]:
 
 
 @pytest.mark.anyio
-async def test_modes_are_measured_in_turn_after_one_round_that_does_not_count(registry: dict[str, Mode]) -> None:
+async def test_modes_are_measured_in_turn_each_right_after_one_that_does_not_count(registry: dict[str, Mode]) -> None:
     seen: list[str] = []
     modes = [fake_mode("a", seen), fake_mode("b", seen)]
     samples = await sample(cast(Bench, None), modes, 2, Quiet())
-    assert seen == ["open a", "open b", *"ab", *"ab", *"ab", "shut b", "shut a"]
-    assert samples == {"a": [5.0, 7.0], "b": [6.0, 8.0]}
+    assert seen == ["open a", "open b", *"ab", *"aabb", *"aabb", "shut b", "shut a"]
+    assert samples == {"a": [6.0, 10.0], "b": [8.0, 12.0]}
 
 
 def test_a_mode_is_registered_by_writing_one_function(registry: dict[str, Mode]) -> None:
@@ -150,7 +162,7 @@ def test_a_mode_is_registered_by_writing_one_function(registry: dict[str, Mode])
     assert registry == {"another": Mode("another", "what it times", another, False)}
 
 
-def test_the_usual_modes_are_cold_warm_and_both_acquires() -> None:
+def test_the_usual_modes_are_cold_every_warm_one_the_floor_and_both_acquires() -> None:
     assert [it.name for it in MODES.values() if it.usual] == USUAL
 
 
@@ -197,6 +209,66 @@ def test_cpu_is_named_by_the_kernel_or_else_by_its_architecture(tmp_path: Path) 
     assert cpu_model(place)
     place.write_text("processor\t: 0\nmodel name\t: Fast CPU 9000\n")
     assert cpu_model(place) == "Fast CPU 9000"
+
+
+def test_table_tells_a_ratio_beside_what_it_ought_to_be() -> None:
+    console = Console(width=80, record=True, file=Path(os.devnull).open("w"))  # noqa: SIM115
+    with console.file:
+        report({"resident": [0.003], "floor": [0.001]}).print(console)
+    assert "resident/floor is 3.0; it ought to be at most 1.5" in console.export_text()
+
+
+# The page
+
+
+def test_figures_replace_what_stands_between_the_marks_and_nothing_else(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nearlier\n{END}\nafter\n")
+    run = report({"cold": [0.4], "sandbox": [0.0015], "floor": [0.001], "echo": [0.0004], "resident": [0.002]})
+    for _ in range(2):
+        write_figures(run, page)
+    text = page.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "earlier" not in text
+    assert text.count("| `resident` | 2.00 | 2.00 | 2.00 | 200.0x |") == 1
+    assert "| `cold/resident` | 200.0 | at least 180 |" in text
+    assert "| `resident` less `sandbox` | 0.50 |" in text
+    assert "| `echo` | 0.40 |" in text
+    assert "`armed`" not in text
+
+
+def test_a_page_without_a_place_for_figures_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing")
+    assert "it has no place for figures" in refusal("--docs", str(page))
+    assert page.read_text() == "nothing"
+
+
+# The floor
+
+
+def test_the_floor_measures_calls_of_its_program_and_refuses_another_one() -> None:
+    loop = Floor([sys.executable, "-I", "-B", "-c", COMMAND[-1]])
+    try:
+        assert all(loop.once() > 0 for _ in range(3))
+    finally:
+        loop.close()
+    loop = Floor([sys.executable, "-c", "print('-', end='')"])
+    try:
+        with pytest.raises(FloorError, match="something else"):
+            loop.once()
+    finally:
+        loop.close()
+
+
+def test_a_floor_whose_client_ends_says_so() -> None:
+    loop = Floor([sys.executable, "-c", "raise SystemExit(7)"])
+    try:
+        with pytest.raises(FloorError, match="exit status 7"):
+            loop.once()
+    finally:
+        loop.close()
 
 
 # The plot
@@ -295,20 +367,21 @@ def test_a_quick_run_measures_every_mode_and_leaves_nothing(
     monkeypatch.setattr(bench_module, "SandboxPool", RecordedPool)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     args = ["--quick", "--rounds", "2", "--backend", backend, "--json", "-"]
-    for name in (*USUAL, "bare_exec"):
+    for name in (*USUAL, *PARTS):
         args += ["--mode", name]
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.stderr
     shown = json.loads(result.stdout)
     assert shown["machine"]["backend"] == backend
     assert set(shown["machine"]) == set(MACHINE)
-    assert set(shown["modes"]) == {*USUAL, "bare_exec"}
+    assert set(shown["modes"]) == {*USUAL, *PARTS}
     for figures in shown["modes"].values():
         assert figures["n"] == 2
         assert 0 < figures["p50_ms"] <= figures["p95_ms"] <= figures["p99_ms"]
-    assert set(shown["ratios"]) == {f"cold/{name}" for name in shown["modes"] if name != "cold"}
+    pairs = {f"cold/{name}" for name in shown["modes"] if name != "cold"}
+    assert set(shown["ratios"]) == {*pairs, "warm_exec/armed", "resident/floor"}
     assert "warm_exec" in result.stderr
-    assert len(ids) == 3
+    assert len(ids) == POOLS
     assert containers(ids) == []
     assert list(tmp_path.iterdir()) == []
 
@@ -334,6 +407,6 @@ def test_an_interrupted_run_leaves_nothing_and_says_so(backend: str, tmp_path: P
             run.kill()
     assert (run.returncode, out) == (130, "")
     assert err == "latency: interrupted; everything it started is removed\n"
-    assert len(ids) == 3
+    assert len(ids) == POOLS + OWN
     assert containers(ids) == []
     assert list(tmp_path.iterdir()) == []

@@ -80,7 +80,7 @@ async def test_closing_ends_a_running_call_and_whoever_waits(pool: SandboxPool, 
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(call)
-        await until(lambda: engine.the_box().execs, limit=5)
+        await until(lambda: engine.the_box().busy, limit=5)
         tasks.start_soon(call)
         await until(lambda: pool.snapshot()["waiting"] == 1, limit=5)
         await session.close()
@@ -117,7 +117,7 @@ async def test_calls_of_one_session_run_one_after_another(pool: SandboxPool, eng
             tasks.start_soon(call, name)
             await until(lambda: pool.snapshot()["waiting"] + pool.snapshot()["running"] + len(ended) > 0, limit=5)
         while len(ended) < 3:
-            most = max(most, len(engine.the_box().execs))
+            most = max(most, engine.the_box().busy)
             await anyio.lowlevel.checkpoint()
     assert sorted(ended) == [b"a\n", b"b\n", b"c\n"]
     assert most == 1

@@ -10,6 +10,7 @@ import anyio
 import pytest
 
 from executor.result import (
+    CallResult,
     EmberpoolError,
     EngineFailed,
     EngineUnavailable,
@@ -23,7 +24,8 @@ from executor.result import (
 )
 from pool.pool import SandboxPool
 from pool.session import Session
-from tests.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend
+from pool.workshop import LATE_START
+from tests.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
 from tests.scripted import IMAGE, Fault, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
@@ -32,6 +34,11 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 def anyio_backend() -> tuple[str, dict[str, Any]]:
     return virtual_backend()
+
+
+@pytest.fixture(autouse=True)
+def _virtual_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall_clock_follows(monkeypatch)
 
 
 @pytest.fixture
@@ -244,13 +251,71 @@ async def test_a_session_that_keeps_dying_is_refused_and_the_rest_goes_on(
         assert (await session.call(code="echo healed")).ok
 
 
-async def test_a_timeout_is_a_result_and_costs_the_sandbox(engine: ScriptedEngine, state_dir: Path) -> None:
+@pytest.mark.parametrize(("steps", "signal", "after"), [("hang", 15, 5), ("stubborn; hang", 9, 7)])
+async def test_a_timeout_is_a_result_and_leaves_the_sandbox_its_state(
+    engine: ScriptedEngine, state_dir: Path, steps: str, signal: int, after: float
+) -> None:
     async with running(engine, settings_of(state_dir)) as pool:
         session = await pool.acquire("agent", "session")
         first = session.generation
-        result = await session.call(code="echo begun; hang", timeout=5)
+        result, seconds = await timed(lambda: session.call(code=f"echo begun; {steps}", timeout=5))
+        assert isinstance(result, CallResult)
         assert (result.timed_out, result.stdout, result.exit_code) == (True, b"begun\n", None)
+        assert result.signal == signal
+        assert seconds == pytest.approx(after, abs=0.01)
+        assert (await session.call(code="echo on")).generation == first
+
+
+async def test_a_timeout_in_an_image_without_python_costs_the_sandbox(engine: ScriptedEngine, state_dir: Path) -> None:
+    engine.python = False
+    async with running(engine, settings_of(state_dir)) as pool:
+        session = await pool.acquire("agent", "session")
+        first = session.generation
+        result = await session.call(["echo", "begun;", "hang"], timeout=5)
+        assert (result.timed_out, result.stdout, result.exit_code) == (True, b"begun\n", None)
+        assert (await session.call(["echo", "anew"])).generation != first
+        assert engine.runners == []
+
+
+async def test_a_timeout_that_cannot_be_proven_clean_costs_the_sandbox(engine: ScriptedEngine, state_dir: Path) -> None:
+    async with running(engine, settings_of(state_dir)) as pool:
+        session = await pool.acquire("agent", "session")
+        first = session.generation
+        assert (await session.call(code="dirty; hang", timeout=5)).timed_out
+        # The answer came before the proof failed, so whoever calls at once learns that the session's state is gone.
+        error = await outcome(lambda: session.call(code="echo early"))
+        assert isinstance(error, SandboxDied)
+        assert (error.cause, error.started) == ("runner", False)
         assert (await session.call(code="echo anew")).generation != first
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_a_start_that_never_told_its_container_stays_in_the_ledger_for_a_while(
+    engine: ScriptedEngine, state_dir: Path, asked: bool
+) -> None:
+    # Where the engine was never asked for the start, nothing can come of it later.
+    engine.faults["start" if asked else "attach"] = [Fault(hang=True)]
+    async with running(engine, settings_of(state_dir, resync_interval=10)) as pool:
+        await (await acquired(pool, within=100)).close()
+        await until(lambda: not engine.boxes)
+        entries = [file.stem for file in (state_dir / "ledger").iterdir()]
+        assert entries == list(engine.untold)
+        assert bool(entries) == asked
+        await anyio.sleep(LATE_START + 20)
+        assert list((state_dir / "ledger").iterdir()) == []
+
+
+async def test_a_start_that_is_carried_out_late_is_removed(engine: ScriptedEngine, state_dir: Path) -> None:
+    engine.faults["start"] = [Fault(hang=True)]
+    async with running(engine, settings_of(state_dir, resync_interval=10)) as pool:
+        await (await acquired(pool, within=100)).close()
+        (name,) = engine.untold
+        await anyio.sleep(20)
+        assert engine.boxes == {}
+        engine.carry_out_late(name)
+        await anyio.sleep(15)
+        assert engine.boxes == {}
+        assert list((state_dir / "ledger").iterdir()) == []
 
 
 async def test_a_call_killed_for_memory_says_so(engine: ScriptedEngine, state_dir: Path) -> None:
@@ -286,6 +351,8 @@ async def test_a_resync_heals_a_death_that_no_event_told(engine: ScriptedEngine,
 @pytest.mark.parametrize("lost", ["exec_create", "exec_die", "create", "start", "die", "destroy", "oom"])
 async def test_no_lost_event_makes_a_call_hang_or_leak(engine: ScriptedEngine, state_dir: Path, lost: str) -> None:
     async with running(engine, settings_of(state_dir, resync_interval=10)) as pool:
+        # The engine is asked once, by a container of its own, whether the image has Python; that must come through.
+        await (await pool.acquire("agent", "before")).close()
         engine.lose = {lost}
         session = await pool.acquire("agent", "session")
         for call in (session.call, pool.call_cold):

@@ -21,7 +21,7 @@ from executor.engine import EngineInfo, ImageInfo
 from executor.locate import find_engine
 from executor.profile import LABEL_POOL, ContainerProfile, Identity
 from executor.result import CallResult, EmberpoolError
-from executor.sandbox import Sandbox, SandboxSpec, start_sandbox
+from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
 from executor.watch import EventHub
 
 IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "localhost/emberpool-python:1")
@@ -74,6 +74,23 @@ class Room:
         finally:
             with anyio.CancelScope(shield=True):
                 await self.engine.remove(spec.identity.name)
+
+    @asynccontextmanager
+    async def armed(self, *, calls: int = 0, grace: float = 0.5, **changes: Any) -> AsyncIterator[Sandbox]:
+        """A sandbox whose calls go to runners (``calls`` for each exec, 0 for no limit), removed at the end."""
+        profile = {"cpu_limit": False, **changes.pop("profile", {})}
+        options = RunnerOptions(calls=calls, grace=grace, preload=changes.pop("preload", ()))
+        spec = self.spec(profile=profile, runner=options, **changes)
+        async with anyio.create_task_group() as tasks:
+            box = None
+            try:
+                box = await start_sandbox(self.engine, self.hub, spec, python=True, tasks=tasks)
+                yield box
+            finally:
+                with anyio.CancelScope(shield=True):
+                    if box is not None:
+                        box.let_go()
+                    await self.engine.remove(spec.identity.name)
 
     async def cold(
         self, call: Call, *, python: bool = True, image: ImageInfo | None = None, **profile: Any

@@ -1,0 +1,130 @@
+"""Files of a sandbox, written, read and listed by calls: what to ask of the program inside, and what its answer means.
+
+Pure. The places are those that calls themselves can write (``/tmp``, ``/dev/shm``), and for reading ``/tool`` too. A path
+is resolved inside and must end inside one of them; a relative one begins at ``/tmp``, where calls begin.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from executor.result import CallResult, FileFailed, InvalidCall
+
+MAX_PATH = 4_095
+"""Bytes that Linux allows in a path (PATH_MAX less its NUL)."""
+REFUSED = 3
+"""Exit status of the program inside when it says why on stderr."""
+
+FileKind = Literal["file", "directory", "symlink", "other"]
+_KINDS: tuple[FileKind, ...] = ("file", "directory", "symlink", "other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileInfo:
+    """One entry of a directory; links are not followed. ``size`` is bytes, ``modified`` seconds since the epoch.
+
+    Bytes of a ``name`` that are not UTF-8 are lone surrogates, as ``os.fsdecode`` makes them; such a name can be given
+    back in a path.
+    """
+
+    name: str
+    kind: FileKind
+    size: int
+    modified: float
+
+
+@cache
+def program() -> str:
+    """The Python source that runs inside."""
+    return Path(__file__).with_name("files_inside.py").read_text("utf-8")
+
+
+def write_request(path: str, data: bytes, *, parents: bool, max_input: int) -> bytes:
+    """What the program's stdin must hold to write a file. Raises ``InvalidCall``; ``max_input`` is a call's."""
+    if not isinstance(data, bytes):
+        raise InvalidCall(f"data must be bytes, not {type(data).__name__}")
+    if not isinstance(parents, bool):
+        raise InvalidCall(f"parents must be True or False, not {type(parents).__name__}")
+    head = _head("write", path, size=len(data), parents=parents)
+    room = max(0, max_input - len(program().encode()) - len(head))
+    if len(data) > room:
+        raise InvalidCall(f"data is {len(data)} bytes; at most {room} are taken (call.max_input, less the request)")
+    return head + data
+
+
+def read_request(path: str, max_bytes: int | None, *, max_output: int) -> bytes:
+    """What the program's stdin must hold to read a file of at most ``max_bytes``. Raises ``InvalidCall``."""
+    wanted = max_output if max_bytes is None else max_bytes
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= max_output:
+        raise InvalidCall(f"max_bytes must be 0 to {max_output} whole bytes (call.max_output); it is {max_bytes!r:.40}")
+    return _head("read", path, max_bytes=wanted)
+
+
+def list_request(path: str, *, max_output: int) -> bytes:
+    """What the program's stdin must hold to list a directory. Raises ``InvalidCall``."""
+    return _head("list", path, max_bytes=max_output)
+
+
+def answer(result: CallResult, doing: str) -> bytes:
+    """What the program printed. Raises ``InvalidCall`` or ``FileFailed`` where it did not do it; ``doing`` begins both."""
+    if result.ok and not result.truncated:
+        return result.stdout
+    if result.timed_out:
+        raise FileFailed(f"{doing}: not done within its timeout", code="ETIMEDOUT")
+    if result.exit_code == REFUSED:
+        said = _object(result.stderr)
+        code, message = str(said.get("code", ""))[:20], str(said.get("message", "it was refused"))[:1_000]
+        if said.get("kind") == "invalid":
+            raise InvalidCall(f"{doing}: {message}")
+        raise FileFailed(f"{doing}: {message}", code=code)
+    if result.oom_killed:
+        raise FileFailed(f"{doing}: the sandbox ran out of memory", code="ENOMEM")
+    how = f"exit status {result.exit_code}" if result.signal is None else f"signal {result.signal}"
+    last = result.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2][:200]
+    raise FileFailed(f"{doing}: the program that does it ended with {how}{f': {last}' if last else ''}")
+
+
+def parse_listing(data: bytes, doing: str) -> list[FileInfo]:
+    """The entries that the program printed, each field checked. Raises ``FileFailed``."""
+    try:
+        rows = json.loads(data)
+        return [_entry(*row) for row in rows]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise FileFailed(f"{doing}: the answer from inside is not a listing") from error
+
+
+def _entry(name: object, kind: object, size: object, modified: object) -> FileInfo:
+    known = next((one for one in _KINDS if one == kind), None)
+    if (
+        not isinstance(name, str)
+        or known is None
+        or not isinstance(size, int)
+        or not isinstance(modified, int | float)
+        or isinstance(size, bool)
+    ):
+        raise ValueError("an entry with other fields than an entry has")
+    return FileInfo(name=name, kind=known, size=size, modified=float(modified))
+
+
+def _head(do: str, path: str, **more: object) -> bytes:
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise InvalidCall(f"path must be a non-empty string without NUL, not {path!r:.60}")
+    try:
+        size = len(path.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError as error:
+        raise InvalidCall(f"path holds a lone surrogate at {error.start}; it must be valid Unicode") from error
+    if size > MAX_PATH:
+        raise InvalidCall(f"path is {size} bytes; at most {MAX_PATH} are allowed")
+    return json.dumps({"do": do, "path": path, **more}).encode("ascii") + b"\n"
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}

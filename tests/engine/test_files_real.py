@@ -1,0 +1,68 @@
+"""Files of a session on a real engine: what its calls see of them, and where the sandbox's limits show."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from executor.result import FileFailed, InvalidCall, SessionClosed, StateLost
+from pool.config import CallSettings, Settings
+from pool.pool import SandboxPool
+
+pytestmark = [pytest.mark.anyio, pytest.mark.engine]
+
+
+async def test_files_go_in_and_out_to_the_byte_and_calls_see_the_same(engine_settings: Settings) -> None:
+    call = CallSettings(max_output=16_000_000)
+    async with SandboxPool(engine_settings.model_copy(update={"call": call})) as pool:
+        session = await pool.acquire("agent", "files")
+        data = os.urandom(10_000_000)
+        for path in ("data/deep/file", "/dev/shm/file"):
+            await session.write_file(path, data, parents=True)
+            assert await session.read_file(path) == data
+        seen = await session.call(code="import os; print(os.path.getsize('/tmp/data/deep/file'), os.listdir('/tmp'))")
+        assert seen.stdout == b"10000000 ['data']\n"
+        await session.call(
+            ["sh", "-c", "printf out > /tmp/made; ln -s /etc /tmp/away; mkdir /tmp/locked; chmod 0 /tmp/locked"]
+        )
+        assert await session.read_file("made") == b"out"
+        assert [(entry.name, entry.kind) for entry in await session.list_files()] == [
+            ("away", "symlink"), ("data", "directory"), ("locked", "directory"), ("made", "file"),
+        ]  # fmt: skip
+        assert [entry.name for entry in await session.list_files("/tool")] == ["nonce"]
+        with pytest.raises(InvalidCall, match="leads to /etc/passwd"):
+            await session.read_file("away/passwd")
+        with pytest.raises(FileFailed) as failed:
+            await session.list_files("locked")
+        assert failed.value.code == "EACCES"
+        with pytest.raises(InvalidCall, match="outside"):
+            await session.write_file("/tool/file", b"")
+
+
+async def test_a_full_tmpfs_is_told_and_the_old_file_stays(engine_settings: Settings) -> None:
+    async with SandboxPool(engine_settings) as pool:
+        session = await pool.acquire("agent", "full")
+        await session.write_file("file", b"old")
+        await session.call(code="open('/tmp/big', 'wb').write(bytes(62_000_000))")
+        with pytest.raises(FileFailed) as failed:
+            await session.write_file("file", bytes(8_000_000))
+        assert (failed.value.code, failed.value.started) == ("ENOSPC", True)
+        assert await session.read_file("file") == b"old"
+        assert sorted(entry.name for entry in await session.list_files()) == ["big", "file"]
+        with pytest.raises(FileFailed, match="62000000 bytes") as failed:
+            await session.read_file("big")
+        assert failed.value.code == "EFBIG"
+
+
+async def test_a_file_belongs_to_its_generation_and_its_session(engine_settings: Settings) -> None:
+    async with SandboxPool(engine_settings) as pool:
+        session, other = await pool.acquire("agent", "one"), await pool.acquire("agent", "two")
+        await session.write_file("mine", b"1", generation=session.generation)
+        with pytest.raises(FileFailed):
+            await other.read_file("mine")
+        with pytest.raises(StateLost):
+            await session.read_file("mine", generation="00000000-1")
+        await session.close()
+        with pytest.raises(SessionClosed):
+            await session.read_file("mine")

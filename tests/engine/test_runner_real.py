@@ -1,0 +1,165 @@
+"""Calls by runners on a real engine: exact bytes, what calls leave running, and nothing that grows with their number."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+import anyio
+import pytest
+
+from executor.call import Call
+from executor.result import SandboxDied
+from executor.sandbox import Sandbox
+from tests.engine.conftest import Room
+
+pytestmark = [pytest.mark.anyio, pytest.mark.engine]
+
+WRITE = "import sys\nd = sys.stdin.buffer.read()\nsys.stdout.buffer.write(d)\nsys.stdout.flush()\nsys.stderr.buffer.write(d[::-1])"
+BYTES = {
+    "nothing": b"",
+    "no final newline": b"text",
+    "NUL": b"\0a\0\0",
+    "invalid UTF-8": bytes(range(256)),
+    "a character across chunks": b"x" * 65_535 + "é".encode() + b"x" * 65_534 + "日".encode(),
+    "160,910 characters": "é".encode() * 160_910,
+    "10,000,000 characters": "日".encode() * 10_000_000,
+}
+
+
+async def test_bytes_of_both_streams_are_exact_for_code_and_for_programs(real_engine: Room) -> None:
+    async with real_engine.armed() as box:
+        for name, data in BYTES.items():
+            size = len(data) + 1
+            code = await box.call(Call(code=WRITE, stdin=data, max_output=size))
+            assert code.stdout == data, name
+            assert code.stderr == data[::-1], name
+            program = await box.call(Call(argv=("sh", "-c", "tee /dev/stderr"), stdin=data, max_output=size))
+            assert program.stdout == program.stderr == data, name
+            assert not code.truncated
+            assert code.stdout.decode("utf-8", "replace") is not None
+
+
+async def test_each_stream_is_in_order_where_both_are_written_in_turns(real_engine: Room) -> None:
+    code = "import os\nfor n in range(5000):\n    os.write(1, b'o%d\\n' % n)\n    os.write(2, b'e%d\\n' % n)"
+    async with real_engine.armed() as box:
+        result = await box.call(Call(code=code))
+    for stream, letter in ((result.stdout, "o"), (result.stderr, "e")):
+        assert stream == "".join(f"{letter}{n}\n" for n in range(5000)).encode()
+
+
+async def test_output_beyond_the_cap_is_counted_for_each_stream(real_engine: Room) -> None:
+    code = "import os\nfor _ in range(100):\n    os.write(1, b'o' * 1000)\nos.write(2, b'e' * 99)"
+    async with real_engine.armed() as box:
+        result = await box.call(Call(code=code, max_output=100))
+        assert (result.stdout, result.stdout_total, result.stderr_total) == (b"o" * 100, 100_000, 99)
+        assert result.truncated
+        nothing = await box.call(Call(code="print('x')", max_output=0))
+        assert (nothing.stdout, nothing.stdout_total) == (b"", 2)
+
+
+@pytest.mark.parametrize("streams", ["None", "subprocess.DEVNULL"])
+async def test_what_a_call_leaves_running_does_not_outlive_it(real_engine: Room, streams: str) -> None:
+    code = f"import subprocess\nsubprocess.Popen(['sleep', '600'], stdout={streams}, stderr={streams})\nprint('done')"
+    async with real_engine.armed(calls=1) as box:
+        result = await box.call(Call(code=code))
+        assert (result.exit_code, result.stdout) == (0, b"done\n")
+        after = await box.call(Call(argv=("sh", "-c", "cat /proc/[0-9]*/comm | grep -c '^sleep$'")))
+        assert after.stdout == b"1\n"  # PID 1's own
+        assert box.poisoned == ""
+
+
+async def test_cancelled_call_takes_its_tree_with_it_and_the_sandbox_lives(real_engine: Room) -> None:
+    code = "import os, signal, time\nsignal.signal(15, 1)\nos.fork()\nopen('/tmp/begun', 'w').close()\ntime.sleep(600)"
+    async with real_engine.armed(calls=1, grace=0.1) as box:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(box.call, Call(code=code))
+            await forked(box.name)
+            tasks.cancel_scope.cancel()
+        after = await box.call(Call(code="import os\nprint(sum(n.isdigit() for n in os.listdir('/proc')))"))
+        assert after.stdout == b"4\n"  # PID 1, its child, the runner, the call
+        assert box.poisoned == ""
+
+
+async def test_result_measures_time_and_memory_of_the_call(real_engine: Room) -> None:
+    code = (
+        "import time\nx = bytearray(50 << 20)\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
+    )
+    async with real_engine.armed() as box:
+        result = await box.call(Call(code=code))
+    assert result.cpu_seconds is not None
+    assert result.max_rss is not None
+    assert 0.2 <= result.cpu_seconds < 2
+    assert 50 << 20 < result.max_rss < 200 << 20
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+async def test_nothing_grows_with_the_number_of_calls(real_engine: Room, calls: int) -> None:
+    async with real_engine.armed(calls=calls) as box:
+        for _ in range(10):
+            await box.call(Call(code="print(1)"))
+        before = await held(box)
+        for number in range(40 if calls else 300):
+            result = await box.call(Call(code=f"print({number})", stdin=b"x"))
+            assert result.stdout == b"%d\n" % number
+        after = await held(box)
+    assert after["fds"] <= before["fds"] + 2
+    assert after["threads"] <= before["threads"] + 1
+    assert after["children"] <= before["children"]
+    assert after["inside"] == before["inside"]
+    assert after["runner_fds"] == before["runner_fds"]
+    assert after["rss"] <= before["rss"] + (8 << 20)
+    assert after["runner_rss"] <= before["runner_rss"] + (1 << 20)
+
+
+async def held(box: Sandbox) -> dict[str, int]:
+    """What this process and the sandbox hold right now."""
+    code = (
+        "import os\nprint(sum(n.isdigit() for n in os.listdir('/proc')))\n"
+        "print([l.split()[1] for l in open(f'/proc/{os.getppid()}/status') if l.startswith('VmRSS')][0])\n"
+        "print([l.split()[1] for l in open(f'/proc/{os.getppid()}/status') if l.startswith('FDSize')][0])"
+    )
+    inside, rss, fds = map(int, (await box.call(Call(code=code))).stdout.split())
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {
+        "fds": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": threading.active_count(),
+        "children": len(children),
+        "rss": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
+        "inside": inside,
+        "runner_rss": rss << 10,
+        "runner_fds": fds,
+    }
+
+
+async def test_runner_that_loses_its_host_ends_with_everything_of_its_call(real_engine: Room) -> None:
+    code = "import os, signal, time\nsignal.signal(15, 1)\nos.fork()\ntime.sleep(600)"
+    async with real_engine.armed(grace=0.1) as box:
+        async with anyio.create_task_group() as tasks:
+
+            async def lose() -> None:
+                await forked(box.name)
+                for place in Path("/proc").glob("[0-9]*/cmdline"):
+                    words = place.read_bytes().split(b"\0") if place.exists() else []
+                    if box.name.encode() in words and b"exec" in words:
+                        os.kill(int(place.parent.name), 9)
+
+            tasks.start_soon(lose)
+            with pytest.raises(SandboxDied) as caught:
+                await box.call(Call(code=code))
+        assert caught.value.started
+        assert box.poisoned
+
+
+async def forked(name: str) -> None:
+    """Return once a call's process and its child run in the container: with PID 1, its child and the runner, five."""
+    with anyio.fail_after(30):
+        while True:
+            shown = await anyio.run_process(
+                ["docker", "top", name, "-o", "pid"], check=False, stderr=subprocess.DEVNULL
+            )
+            if len(shown.stdout.split(b"\n")) > 6:
+                return
+            await anyio.sleep(0.02)

@@ -1,0 +1,557 @@
+"""The host's end of a runner, whatever that does: every fault ends in a truthful outcome and a usable or dead sandbox."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from executor import frames
+from executor.armed import SEND_TIMEOUT, WINDOW
+from executor.call import Call
+from executor.engine import Channel
+from executor.frames import encode
+from executor.result import (
+    CallResult,
+    EmberpoolError,
+    EngineFailed,
+    EngineUnavailable,
+    ProfileMismatch,
+    SandboxDied,
+)
+from executor.runners import ANSWER_PATIENCE, ARM_TIMEOUT
+from executor.sandbox import Sandbox
+from tests.pools import LATENCY, outcome, until, virtual_backend
+from tests.runners import NAME, Site, site
+from tests.scripted import Fault, ScriptedEngine
+from tests.scripted_runner import (
+    Misdeed,
+    ScriptedRunner,
+    dies,
+    falls_silent,
+    loses_its_client,
+    poisoned,
+    says,
+    takes,
+)
+from tests.stepwise import Cancelled, after_turns, at_pause, every_place
+
+pytestmark = pytest.mark.anyio
+VIRTUAL = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
+Says = Callable[[ScriptedRunner], bytes]
+
+
+@pytest.fixture(params=["asyncio", "trio", "virtual"])
+def anyio_backend(request: pytest.FixtureRequest) -> object:
+    return virtual_backend() if request.param == "virtual" else request.param
+
+
+@pytest.fixture
+async def place(tmp_path: Path, anyio_backend: object) -> AsyncIterator[Site]:
+    engine = ScriptedEngine(latency=LATENCY if isinstance(anyio_backend, tuple) else None)
+    async with site(tmp_path, engine) as place:
+        yield place
+
+
+async def _call(box: Sandbox, steps: str, **more: Any) -> object:
+    return await outcome(lambda: box.call(Call(code=steps, **more)))
+
+
+def _died(answer: object, cause: str, *, started: bool) -> None:
+    assert isinstance(answer, SandboxDied)
+    assert (answer.cause, answer.started) == (cause, started)
+
+
+async def _gone(place: Site) -> None:
+    """The container is ended without anyone calling."""
+    await until(lambda: not place.engine.boxes, limit=60)
+
+
+def _report(**facts: Any) -> bytes:
+    sound = {
+        "exit_code": 0, "signal": None, "timed_out": False, "cancelled": False, "oom": False, "stdout_total": 0,
+        "stderr_total": 0, "cpu_seconds": 0.0, "max_rss": 0, "duration": 0.0,
+    }  # fmt: skip
+    return json.dumps({**sound, **facts}).encode()
+
+
+# --- sound runners ----------------------------------------------------------------------------------------------------
+
+
+async def test_each_exec_serves_one_call_and_the_next_is_armed_ahead(place: Site) -> None:
+    box = await place.start()
+    for _ in range(3):
+        answer = await _call(box, "echo x; err y; exit 3")
+        assert isinstance(answer, CallResult)
+        assert (answer.stdout, answer.stderr, answer.exit_code, answer.max_rss) == (b"x\n", b"y\n", 3, 9_000_000)
+    await until(lambda: len(place.engine.runners) == 4, limit=5)
+
+
+@pytest.mark.parametrize(("calls", "runners"), [(3, 3), (0, 1)])
+async def test_an_exec_serves_as_many_calls_as_it_is_told(place: Site, calls: int, runners: int) -> None:
+    box = await place.start(calls=calls)
+    assert [(await box.call(Call(code="echo x"))).ok for _ in range(8)] == [True] * 8
+    assert len(place.engine.runners) == runners
+
+
+@pytest.mark.parametrize(
+    ("steps", "facts"),
+    [
+        ("exit 137", {"exit_code": 137, "signal": None, "oom_killed": False}),
+        ("kill 9", {"exit_code": None, "signal": 9, "oom_killed": False, "cpu_limit": False}),
+        ("kill 11", {"exit_code": None, "signal": 11}),
+        ("oom", {"exit_code": None, "signal": 9, "oom_killed": True}),
+        ("burn", {"exit_code": None, "signal": 24, "cpu_limit": True}),
+        ("linger 4", {"exit_code": 4, "timed_out": False}),
+    ],
+)
+async def test_a_result_tells_one_death_from_another(place: Site, steps: str, facts: dict[str, object]) -> None:
+    box = await place.start()
+    answer = await _call(box, steps)
+    assert {name: getattr(answer, name) for name in facts} == facts
+    assert isinstance(await _call(box, "echo on"), CallResult)
+
+
+async def test_an_unreadable_counter_leaves_the_engines_events_to_tell_of_memory(place: Site) -> None:
+    box = await place.start()
+
+    def killed(runner: ScriptedRunner) -> bytes:
+        runner.tell_oom()
+        return b""
+
+    report = _report(exit_code=None, signal=9, oom=None)
+    place.engine.misdeeds["done"] = [says(killed, instead=False), says(b"")]
+    place.engine.misdeeds["call"] = [
+        says(lambda runner: killed(runner) + encode(frames.DONE, 1, report) + encode(frames.CLEAN, 1))
+    ]
+    answer = await _call(box, "hang")
+    assert isinstance(answer, CallResult)
+    assert (answer.oom_killed, answer.signal) == (True, 9)
+
+
+async def test_16_mb_of_stdin_arrive_whole_and_never_more_than_a_window_waits_inside(place: Site) -> None:
+    box, data = await place.start(), bytes(range(256)) * 65_536
+    answer = await _call(box, "cat", stdin=data, max_output=len(data))
+    assert isinstance(answer, CallResult)
+    assert answer.stdout == data
+    assert 0 < place.engine.runners[0].most_input <= WINDOW
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_536, WINDOW - 1, WINDOW, WINDOW + 1])
+async def test_stdin_of_every_size_ends_for_its_reader(place: Site, size: int) -> None:
+    answer = await _call(await place.start(), "cat", stdin=b"x" * size)
+    assert isinstance(answer, CallResult)
+    assert (len(answer.stdout), answer.stdout_total) == (size, size)
+
+
+async def test_code_that_does_not_read_its_stdin_holds_nobody_up(place: Site) -> None:
+    answer = await _call(await place.start(), "echo x", stdin=b"x" * 16_000_000)
+    assert isinstance(answer, CallResult)
+    assert answer.stdout == b"x\n"
+
+
+@pytest.mark.parametrize("cap", [0, 1, 1000, 65_536, 100_000])
+async def test_output_beyond_the_cap_is_dropped_and_counted(place: Site, cap: int) -> None:
+    answer = await _call(await place.start(), "flood 300000; err note", max_output=cap)
+    assert isinstance(answer, CallResult)
+    assert (answer.stdout, answer.stdout_total) == (b"x" * cap, 300_000)
+    assert (answer.stderr, answer.stderr_total, answer.truncated) == (b"note\n"[:cap], 5, True)
+
+
+async def test_letting_go_ends_the_runner_and_leaves_the_container_to_its_owner(place: Site) -> None:
+    box = await place.start()
+    box.let_go()
+    await until(lambda: not place.engine.the_box().execs, limit=5)
+    assert place.engine.asked["kill"] == 0
+    _died(await _call(box, "echo x"), "unknown", started=False)
+    assert len(place.engine.runners) == 1
+
+
+# --- protocol violations ----------------------------------------------------------------------------------------------
+
+WHILE_BUSY: dict[str, bytes | Says] = {
+    "garbage": b"Traceback (most recent call last):\n",
+    "an unknown type": encode(99, 1),
+    "a frame of the host's": encode(frames.CALL, 1),
+    "an oversized frame": bytes((frames.OUT,)) + (1).to_bytes(4, "big") + b"\xff" * 4,
+    "another call's sequence number": encode(frames.DONE, 2, _report()),
+    "the hello's sequence number": encode(frames.OUT, 0, b"x"),
+    "clean before done": encode(frames.CLEAN, 1),
+    "dirty before done": encode(frames.DIRTY, 1),
+    "armed before done": encode(frames.ARMED, 2),
+    "a second hello": encode(frames.HELLO, 1, b"{}"),
+    "armed again": encode(frames.ARMED, 1),
+    "more output than asked for": encode(frames.OUT, 1, b"x" * 11),
+    "more input taken than sent": encode(frames.TAKEN, 1, (6).to_bytes(8, "big")),
+    "a number of a wrong size": encode(frames.TAKEN, 1, b"\0"),
+    "a report that is no JSON": encode(frames.DONE, 1, b"{"),
+    "a report without an ending": encode(frames.DONE, 1, _report(exit_code=None)),
+    "a report of output that never came": encode(frames.DONE, 1, _report(stdout_total=5)),
+    "a report of less output than came": encode(frames.ERR, 1, b"err") + encode(frames.DONE, 1, _report(stderr_total=2)),
+    "output after the end": encode(frames.DONE, 1, _report()) + encode(frames.OUT, 1, b"x"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", [name for name in WHILE_BUSY if name != "output after the end"])
+async def test_a_violation_during_a_call_is_told_as_such_and_ends_the_sandbox(place: Site, what: str) -> None:
+    box = await place.start()
+    place.engine.misdeeds["call"] = [says(WHILE_BUSY[what])]
+    _died(await _call(box, "echo x", stdin=b"input", max_output=10), "protocol", started=True)
+    assert box.poisoned
+    assert place.engine.boxes == {}
+
+
+AFTER_THE_ANSWER: dict[str, Says] = {
+    "a replayed report": lambda runner: encode(frames.DONE, runner.seq, _report()),
+    "output": lambda runner: encode(frames.OUT, runner.seq, b"x"),
+    "garbage": lambda runner: b"\0" * 9,
+    "clean of another call": lambda runner: encode(frames.CLEAN, runner.seq + 1),
+    "armed without clean": lambda runner: encode(frames.ARMED, runner.seq + 1),
+}
+
+
+@pytest.mark.parametrize("what", AFTER_THE_ANSWER)
+async def test_a_violation_after_the_answer_leaves_that_and_ends_the_sandbox(place: Site, what: str) -> None:
+    box = await place.start()
+    place.engine.misdeeds["clean"] = [says(AFTER_THE_ANSWER[what])]
+    assert isinstance(await _call(box, "echo x"), CallResult)
+    await _gone(place)
+    _died(await _call(box, "echo x"), "protocol", started=False)
+
+
+@pytest.mark.parametrize("kind", [frames.OUT, frames.TAKEN, frames.DONE, frames.CLEAN, frames.HELLO, frames.ARMED])
+async def test_a_violation_of_an_idle_runner_ends_the_sandbox_unasked(place: Site, kind: int) -> None:
+    box = await place.start()
+    place.engine.misdeeds["idle"] = [says(encode(kind, 1, b"{}" if kind == frames.HELLO else b""))]
+    assert isinstance(await _call(box, "echo x"), CallResult)
+    await _gone(place)
+    _died(await _call(box, "echo x"), "protocol", started=False)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\0" * 9, encode(frames.ARMED, 1), encode(frames.HELLO, 0, b"[]"), encode(frames.HELLO, 1, b"{}"), b"bash: python3"],
+)  # fmt: skip
+async def test_a_violation_in_place_of_the_hello_is_no_sandbox(place: Site, data: bytes) -> None:
+    place.engine.misdeeds["hello"] = [says(data)]
+    _died(await outcome(place.start), "protocol", started=False)
+    await _gone(place)
+
+
+async def test_a_frame_that_is_cut_off_by_the_runners_end_is_no_result(place: Site) -> None:
+    box = await place.start()
+    place.engine.misdeeds["call"] = [says(encode(frames.DONE, 1, _report())[:-1], instead=False), dies]
+    place.engine.misdeeds["done"] = [dies]
+    _died(await _call(box, "sleep 0"), "runner", started=True)
+    assert place.engine.boxes == {}
+
+
+# --- runners that end, lie or say nothing -----------------------------------------------------------------------------
+
+
+async def test_an_idle_runner_that_is_killed_takes_its_sandbox_with_it(place: Site) -> None:
+    box = await place.start()
+    inside = place.engine.the_box()
+    place.engine._end_exec(inside, next(iter(inside.execs)))
+    await _gone(place)
+    _died(await _call(box, "echo x"), "runner", started=False)
+
+
+@pytest.mark.parametrize("how", [dies, loses_its_client])
+async def test_a_runner_that_ends_under_a_call_is_no_exit_status(place: Site, how: Misdeed) -> None:
+    box = await place.start()
+    place.engine.misdeeds["call"] = [how]
+    _died(await _call(box, "hang"), "runner", started=True)
+    assert place.engine.boxes == {}
+
+
+@pytest.mark.parametrize("at", ["clean", "armed"])
+async def test_a_runner_that_dies_between_calls_takes_its_sandbox_with_it(place: Site, at: str) -> None:
+    box = await place.start()
+    place.engine.misdeeds[at] = [dies]
+    assert isinstance(await _call(box, "echo x"), CallResult)
+    await _gone(place)
+    _died(await _call(box, "echo x"), "runner", started=False)
+
+
+async def test_a_poisoned_runner_says_that_the_call_never_started(place: Site) -> None:
+    box = await place.start()
+    place.engine.misdeeds["call"] = [poisoned(b"the runner's limits changed")]
+    answer = await _call(box, "echo x")
+    _died(answer, "runner", started=False)
+    assert "limits changed" in str(answer)
+    assert place.engine.boxes == {}
+
+
+@pytest.mark.parametrize("at", ["idle", "call"])
+async def test_a_poisoned_runner_that_does_not_end_is_not_waited_for(place: Site, at: str) -> None:
+    box = await place.start()
+    place.engine.misdeeds[at] = [says(lambda runner: encode(frames.POISONED, runner.seq, b"unfit"), instead=False)]
+    place.engine.misdeeds["done"] = [falls_silent]
+    with anyio.fail_after(30):
+        if at == "idle":
+            await _call(box, "echo x")
+            place.engine.misdeeds["done"] = [falls_silent]
+        _died(await _call(box, "hang"), "runner", started=False)
+        await _gone(place)
+
+
+async def test_what_could_not_be_proven_dead_ends_the_sandbox(place: Site) -> None:
+    box = await place.start(calls=0)
+    assert isinstance(await _call(box, "dirty; echo x"), CallResult)
+    await _gone(place)
+    _died(await _call(box, "echo x"), "runner", started=False)
+
+
+@VIRTUAL
+async def test_silence_during_a_call_is_a_timeout_and_costs_the_sandbox(place: Site) -> None:
+    box = await place.start()
+    place.engine.misdeeds["call"] = [says(encode(frames.OUT, 1, b"begun"), instead=False)]
+    place.engine.misdeeds["done"] = [falls_silent]
+    began = anyio.current_time()
+    answer = await _call(box, "sleep 1", timeout=10)
+    assert isinstance(answer, CallResult)
+    assert (answer.timed_out, answer.exit_code, answer.signal, answer.stdout) == (True, None, None, b"begun")
+    assert 12 + ANSWER_PATIENCE <= anyio.current_time() - began < 12.1 + ANSWER_PATIENCE
+    assert box.poisoned == "timeout"
+    assert place.engine.boxes == {}
+
+
+@VIRTUAL
+async def test_an_exec_that_takes_no_more_bytes_is_a_timeout_and_costs_the_sandbox(place: Site) -> None:
+    box = await place.start()
+    for channel in place.engine._clients:
+        channel.stuck = True
+    answer = await _call(box, "echo x", timeout=SEND_TIMEOUT + 5)
+    assert isinstance(answer, CallResult)
+    assert answer.timed_out
+    assert place.engine.boxes == {}
+
+
+@VIRTUAL
+@pytest.mark.parametrize("at", ["hello", "armed", "clean"])
+async def test_silence_between_calls_ends_the_sandbox_unasked(place: Site, at: str) -> None:
+    box = await place.start()
+    place.engine.misdeeds[at] = [falls_silent]
+    assert isinstance(await _call(box, "echo x"), CallResult)
+    await anyio.sleep(ARM_TIMEOUT + 1)
+    assert place.engine.boxes == {}
+    _died(await _call(box, "echo x"), "runner", started=False)
+
+
+@VIRTUAL
+@pytest.mark.parametrize("at", ["hello", "armed"])
+async def test_silence_in_place_of_the_first_hello_is_no_sandbox(place: Site, at: str) -> None:
+    place.engine.misdeeds[at] = [falls_silent]
+    assert isinstance(await outcome(place.start), SandboxDied | EngineUnavailable)
+
+
+@VIRTUAL
+@pytest.mark.parametrize("at", ["hello", "armed", "idle", "call", "done", "clean"])
+async def test_a_runner_that_is_only_slow_is_waited_for(place: Site, at: str) -> None:
+    box = await place.start()
+    place.engine.misdeeds[at] = [takes(ARM_TIMEOUT - 1)]
+    for _ in range(2):
+        answer = await _call(box, "echo x")
+        assert isinstance(answer, CallResult)
+        assert answer.stdout == b"x\n"
+
+
+@VIRTUAL
+async def test_a_call_that_finds_no_runner_in_its_time_never_started(place: Site) -> None:
+    box = await place.start()
+    place.engine.misdeeds["clean"] = [takes(10)]
+    await _call(box, "echo x")
+    answer = await _call(box, "echo x", timeout=5)
+    assert isinstance(answer, EngineUnavailable)
+    assert not answer.started
+    assert isinstance(await _call(box, "echo x", timeout=10), CallResult)
+
+
+# --- weaker than asked ------------------------------------------------------------------------------------------------
+
+
+def _drops_files(facts: dict[str, Any]) -> None:
+    del facts["files"]
+
+
+WEAKER: dict[str, Callable[[dict[str, Any]], object]] = {
+    "dumpable": lambda facts: facts.update(undumpable=False),
+    "no subreaper": lambda facts: facts.update(subreaper=False),
+    "not alone": lambda facts: facts.update(alone=False),
+    "another nonce": lambda facts: facts.update(nonce="another"),
+    "a problem": lambda facts: facts.update(problem="preload: left a thread"),
+    "1 for true": lambda facts: facts.update(undumpable="yes"),
+    "no files": _drops_files,
+    "files of a wrong form": lambda facts: facts.update(files=dict.fromkeys(facts["files"], 7)),
+    "nothing": lambda facts: facts.clear(),
+    "capabilities": lambda facts: facts["files"].update(
+        {"/proc/self/status": facts["files"]["/proc/self/status"].replace("CapEff:\t0", "CapEff:\t1")}
+    ),
+    "a network": lambda facts: facts["files"].update({"/proc/net/dev": "eth0: 0\n    lo: 0\n"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WEAKER)
+async def test_a_weaker_hello_is_no_sandbox(place: Site, what: str) -> None:
+    place.engine.hello = WEAKER[what]  # type: ignore[assignment]
+    assert isinstance(await outcome(place.start), ProfileMismatch)
+    await _gone(place)
+
+
+@pytest.mark.parametrize("what", WEAKER)
+async def test_a_weaker_hello_of_a_later_exec_gets_no_call(place: Site, what: str) -> None:
+    box = await place.start()
+    place.engine.hello = WEAKER[what]  # type: ignore[assignment]
+    assert isinstance(await _call(box, "echo x"), CallResult)
+    assert isinstance(await _call(box, "echo never"), ProfileMismatch)
+    assert frames.CALL not in place.engine.runners[1].heard
+    await _gone(place)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+@VIRTUAL
+async def test_an_engine_that_is_lost_while_a_runner_is_armed_arms_again(place: Site) -> None:
+    box = await place.start()
+    place.engine.down()
+    await anyio.sleep(30)
+    place.engine.up_now = True
+    answer = await _call(box, "echo back")
+    assert isinstance(answer, CallResult)
+    assert (answer.stdout, box.poisoned) == (b"back\n", "")
+
+
+@VIRTUAL
+async def test_an_engine_that_is_lost_under_a_call_is_told_as_such(place: Site) -> None:
+    box = await place.start()
+    async with anyio.create_task_group() as tasks:
+
+        async def call() -> None:
+            _died(await _call(box, "hang"), "engine", started=True)
+            assert box.poisoned
+
+        tasks.start_soon(call)
+        await anyio.sleep(1)
+        place.engine.down()
+
+
+@VIRTUAL
+@pytest.mark.parametrize("error", [EngineFailed("it failed"), EngineUnavailable("connection refused")])
+async def test_an_exec_that_the_engine_does_not_make_is_asked_for_again(place: Site, error: EmberpoolError) -> None:
+    box = await place.start()
+    place.engine.faults["attach"] = [Fault(error=error)] * 3
+    assert isinstance(await _call(box, "echo x"), CallResult)
+    assert isinstance(await _call(box, "echo slower"), CallResult)
+    assert place.engine.faults["attach"] == []
+    assert box.poisoned == ""
+
+
+@VIRTUAL
+async def test_a_client_that_cannot_be_started_is_tried_again(place: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    box = await place.start()
+    attach, refused = place.engine.attach, list[object]()
+
+    def refuse(args: list[str]) -> AbstractAsyncContextManager[Channel]:
+        if len(refused) < 3:
+            refused.append(args)
+            raise EngineUnavailable("the command 'docker' cannot be started: Too many open files")
+        return attach(args)
+
+    monkeypatch.setattr(place.engine, "attach", refuse)
+    assert isinstance(await _call(box, "echo x"), CallResult)
+    assert isinstance(await _call(box, "echo slower"), CallResult)
+    assert len(refused) == 3
+
+
+async def test_an_idle_runner_whose_client_is_killed_takes_its_sandbox_with_it(place: Site) -> None:
+    box = await place.start()
+    place.engine.kill_clients()
+    await _gone(place)
+    _died(await _call(box, "echo x"), "runner", started=False)
+
+
+@pytest.mark.parametrize(("code", "cause"), [(137, "killed"), (143, "killed"), (0, "unknown")])
+async def test_the_containers_own_end_is_not_blamed_on_its_runner(place: Site, code: int, cause: str) -> None:
+    box = await place.start()
+    _died(await _call(box, f"die {code}"), cause, started=True)
+    _died(await _call(box, "echo x"), cause, started=False)
+
+
+# --- cancelled --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cancelled", [at_pause, after_turns])
+@pytest.mark.parametrize("calls", [1, 0])
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"], indirect=True)
+async def test_a_call_cancelled_at_any_await_leaves_nothing_running(
+    tmp_path: Path, cancelled: Cancelled, calls: int
+) -> None:
+    async def one(turn: int) -> bool:
+        engine = ScriptedEngine()
+        async with site(tmp_path, engine) as place:
+            box = await place.start(calls=calls, grace=0.05)
+
+            async def scenario() -> None:
+                await box.call(Call(code="sleep 0; echo x; cat", stdin=b"i" * 600_000))
+
+            reached = await cancelled(turn, scenario)
+            if box.poisoned:
+                assert engine.boxes == {}
+            else:
+                assert engine.boxes[NAME].busy == 0
+                assert (await box.call(Call(code="echo on"))).stdout == b"on\n"
+        return reached
+
+    assert await every_place(one) > 0
+
+
+async def test_a_cancelled_call_ends_its_program_and_keeps_its_sandbox(place: Site) -> None:
+    box = await place.start(calls=0)
+    for _ in range(2):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_call, box, "echo x; hang")
+            await until(lambda: place.engine.the_box().busy, limit=5)
+            tasks.cancel_scope.cancel()
+        assert place.engine.the_box().busy == 0
+    assert isinstance(await _call(box, "echo on"), CallResult)
+    assert box.poisoned == ""
+
+
+@VIRTUAL
+async def test_a_cancelled_call_that_resists_is_killed_after_its_grace(place: Site) -> None:
+    box = await place.start()
+    with anyio.move_on_after(5):
+        await box.call(Call(code="stubborn; hang"))
+    assert anyio.current_time() >= 5 + 2
+    assert place.engine.the_box().busy == 0
+    assert isinstance(await _call(box, "echo on"), CallResult)
+
+
+@VIRTUAL
+@pytest.mark.parametrize("at", ["done", "clean"])
+async def test_a_cancelled_call_of_a_silent_runner_costs_the_sandbox(place: Site, at: str) -> None:
+    box = await place.start()
+    place.engine.misdeeds[at] = [falls_silent]
+    with anyio.move_on_after(5):
+        await box.call(Call(code="hang"))
+    assert box.poisoned == "cancelled"
+    assert place.engine.boxes == {}
+
+
+async def test_a_cancelled_call_that_still_waits_for_a_runner_costs_nothing(place: Site) -> None:
+    box = await place.start()
+    place.engine.misdeeds["clean"] = [takes(0.2)]
+    await _call(box, "echo x")
+    with anyio.move_on_after(0.01) as scope:
+        await box.call(Call(code="echo never"))
+    assert scope.cancelled_caught
+    answer = await _call(box, "echo on")
+    assert isinstance(answer, CallResult)
+    assert answer.stdout == b"on\n"
