@@ -12,10 +12,12 @@ import sys
 
 # What a fresh interpreter holds; the rest is taken away before a call's code begins.
 BASELINE, BASELINE_PATHS = frozenset(sys.modules), frozenset(sys.path_importer_cache)
-__builtins__ = dict(
-    sys.modules["builtins"].__dict__
-)  # what a call's code puts there must not reach what comes after it
+# What a call's code puts into the built-in names must not reach what comes after it.
+__builtins__ = dict(sys.modules["builtins"].__dict__)
 
+import _operator
+import _thread
+import _warnings
 import atexit
 import fcntl
 import functools
@@ -28,10 +30,6 @@ import select
 import signal
 import time
 import weakref
-
-import _operator
-import _thread
-import _warnings
 
 # Frames, as executor.frames has them: type, sequence number, length, payload.
 CALL, INPUT, INPUT_END, CREDIT, CANCEL, LEAVE = 1, 2, 3, 4, 5, 6
@@ -643,9 +641,9 @@ class Prepared:
             if not failed and self.unchanged.holds():
                 sys.stdout.flush()
                 sys.stderr.flush()
-                LEAVE(0)
-        except BaseException:
-            pass  # the interpreter says what there is to say
+                QUIT(0)
+        except BaseException:  # noqa: S110 - the interpreter says what there is to say
+            pass
         self._libc.restore_depth()
         trace, profile = self._watched
         if trace is not None:
@@ -658,7 +656,7 @@ class Prepared:
 
 
 QUIET = functools.partial(sys.settrace, None), functools.partial(sys.setprofile, None)
-EXIT, LEAVE, THREADS = sys.exit, os._exit, _thread._count  # as they were before any code of a call
+EXIT, QUIT, THREADS = sys.exit, os._exit, _thread._count  # as they were before any code of a call
 RECURSION = 8  # levels that 3.11 counts between the bottom and the code that ``Prepared.hook`` runs
 
 
@@ -793,13 +791,15 @@ CALLBACK, BASES, NAMES = (
     type.__dict__["__dict__"].__get__,
 )
 # Compiled modules that do nothing when an interpreter is taken apart.
-SILENT = frozenset(
-    "array atexit binascii cmath errno fcntl gc grp itertools math pwd pyexpat resource select syslog unicodedata zlib _abc "
-    "_ast _asyncio _bisect _blake2 _bz2 _codecs _collections _contextvars _csv _datetime _decimal _elementtree _functools "
-    "_hashlib _heapq _imp _io _json _locale _lzma _md5 _opcode _operator _pickle _posixsubprocess _queue _random _sha1 _sha2 "
-    "_sha256 _sha3 _sha512 _signal _socket _sre _ssl _stat _statistics _string _struct _symtable _thread _tokenize "
-    "_tracemalloc _typing _uuid _warnings _weakref _zoneinfo".split()
-)
+SILENT = frozenset((
+    "array", "atexit", "binascii", "cmath", "errno", "fcntl", "gc", "grp", "itertools", "math", "pwd", "pyexpat",
+    "resource", "select", "syslog", "unicodedata", "zlib", "_abc", "_ast", "_asyncio", "_bisect", "_blake2", "_bz2",
+    "_codecs", "_collections", "_contextvars", "_csv", "_datetime", "_decimal", "_elementtree", "_functools",
+    "_hashlib", "_heapq", "_imp", "_io", "_json", "_locale", "_lzma", "_md5", "_opcode", "_operator", "_pickle",
+    "_posixsubprocess", "_queue", "_random", "_sha1", "_sha2", "_sha256", "_sha3", "_sha512", "_signal", "_socket",
+    "_sre", "_ssl", "_stat", "_statistics", "_string", "_struct", "_symtable", "_thread", "_tokenize",
+    "_tracemalloc", "_typing", "_uuid", "_warnings", "_weakref", "_zoneinfo",
+))  # fmt: skip
 # Emptied by the first audit hook that is added after this one, and otherwise without an effect.
 AUDIT = {"sys.addaudithook": True}
 

@@ -76,16 +76,22 @@ async def test_a_cancelled_call_leaves_nothing_running(state_dir: Path, steps: s
     await _each_place(state_dir, cancelled, call)
 
 
-async def test_a_cancelled_call_that_would_never_end_takes_its_sandbox_with_it(state_dir: Path) -> None:
+@pytest.mark.parametrize("python", [True, False])
+async def test_a_cancelled_call_that_would_never_end_is_ended_or_takes_its_sandbox_with_it(
+    state_dir: Path, python: bool
+) -> None:
     async with ScriptedEngine() as engine, running(engine, settings_of(state_dir)) as pool:
+        engine.python = python
         session = await pool.acquire("agent", "session")
         first = session.generation
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: session.call(code="hang"))
+            tasks.start_soon(lambda: session.call(["hang"]))
             await until(lambda: engine.the_box().busy, limit=5)
             tasks.cancel_scope.cancel()
         assert_balanced(pool)
-        assert (await session.call(code="echo anew")).generation != first
+        # Only a runner can end a call without ending the container.
+        assert python == (bool(engine.boxes) and engine.the_box().busy == 0)
+        assert ((await session.call(["echo", "on"])).generation == first) == python
 
 
 @PLACES

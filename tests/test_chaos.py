@@ -19,8 +19,22 @@ from tests.scripted_runner import dies, falls_silent, loses_its_client, poisoned
 
 pytestmark = pytest.mark.anyio
 
-STEPS = ("echo x", "exit 3", "sleep 3; echo y", "hang", "die 137", "die 0", "oom", "linger 0", "lose; hang", "cat",
-         "stubborn; hang", "dirty", "kill 11", "flood 300000")
+STEPS = (
+    "echo x",
+    "exit 3",
+    "sleep 3; echo y",
+    "hang",
+    "die 137",
+    "die 0",
+    "oom",
+    "linger 0",
+    "lose; hang",
+    "cat",
+    "stubborn; hang",
+    "dirty",
+    "kill 11",
+    "flood 300000",
+)
 PLACES = ("hello", "armed", "idle", "call", "done", "clean")
 OPERATIONS = ("info", "image", "start", "attach", "inspect", "kill", "remove", "list")
 FAULTS = (

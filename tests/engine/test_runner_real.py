@@ -14,6 +14,7 @@ from executor.call import Call
 from executor.result import SandboxDied
 from executor.sandbox import Sandbox
 from tests.engine.conftest import Room
+from tests.engine.test_sandbox_real import clients
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
@@ -122,15 +123,15 @@ async def held(box: Sandbox) -> dict[str, int]:
         "print([l.split()[1] for l in open(f'/proc/{os.getppid()}/status') if l.startswith('FDSize')][0])"
     )
     inside, rss, fds = map(int, (await box.call(Call(code=code))).stdout.split())
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return {**own(), "inside": inside, "runner_rss": rss << 10, "runner_fds": fds}
+
+
+def own() -> dict[str, int]:
     return {
         "fds": len(list(Path("/proc/self/fd").iterdir())),
         "threads": threading.active_count(),
-        "children": len(children),
+        "children": len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
         "rss": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"),
-        "inside": inside,
-        "runner_rss": rss << 10,
-        "runner_fds": fds,
     }
 
 
@@ -141,9 +142,8 @@ async def test_runner_that_loses_its_host_ends_with_everything_of_its_call(real_
 
             async def lose() -> None:
                 await forked(box.name)
-                for place in Path("/proc").glob("[0-9]*/cmdline"):
-                    words = place.read_bytes().split(b"\0") if place.exists() else []
-                    if box.name.encode() in words and b"exec" in words:
+                for place in clients(box.name):
+                    if b"\0exec\0" in place.read_bytes():
                         os.kill(int(place.parent.name), 9)
 
             tasks.start_soon(lose)
