@@ -46,16 +46,26 @@ class RunnerState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
-    """What a runner is told at its start. ``calls``: how many it serves, 0 for no limit. ``keeper`` is PID 1's uid."""
+    """What a runner is told at its start. ``calls``: how many it serves, 0 for no limit. ``keeper`` is PID 1's uid.
+    ``env`` is what every call's environment starts from; ``shared``: other runners serve calls beside it."""
 
     keeper: str
     files: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
     preload: tuple[str, ...] = ()
     calls: int = 1
+    shared: bool = False
 
     def payload(self) -> bytes:
         """The runner's program and its configuration, as the loader and the program read them from stdin."""
-        config = {"keeper": self.keeper, "files": self.files, "preload": self.preload, "calls": self.calls}
+        config = {
+            "keeper": self.keeper,
+            "files": self.files,
+            "env": dict(self.env),
+            "preload": self.preload,
+            "calls": self.calls,
+            "shared": self.shared,
+        }
         text = json.dumps(config).encode("ascii")
         program = _program()
         return len(program).to_bytes(4, "big") + program + len(text).to_bytes(4, "big") + text
@@ -102,7 +112,8 @@ class Running:
 class ArmedRunner:
     """One runner. ``run`` it in a task; ``problem`` names why its sandbox must go, and is empty while all is well.
 
-    ``vouched`` is its owner's to set: its hello was checked.
+    ``vouched`` and ``retired`` are its owner's to set: its hello was checked; it may end unasked, as the sweep of another
+    runner ends it.
     """
 
     def __init__(self, engine: Engine, args: list[str], config: RunnerConfig, changed: Callable[[], None]) -> None:
@@ -110,7 +121,7 @@ class ArmedRunner:
         self.facts: dict[str, Any] = {}
         self.problem = ""
         self.stderr = Capped(4_096)
-        self.vouched = False
+        self.vouched = self.retired = False
         self.scope = anyio.CancelScope()
         self._engine, self._args, self._config, self._changed = engine, args, config, changed
         self._decoder = Decoder()
@@ -193,8 +204,8 @@ class ArmedRunner:
                     raise ProtocolError("a report of more or less output than has come")
             call.report = report
             self._running = None
+            call.finish()  # before anyone else is woken: the call's answer is what somebody waits for
             self._become(RunnerState.CLEANING)
-            call.finish()
         elif kind == frames.CLEAN and state is RunnerState.CLEANING:
             self._become(RunnerState.CLEAN)
         elif kind == frames.DIRTY and state is RunnerState.CLEANING:
@@ -264,14 +275,17 @@ class ArmedRunner:
             rest = _credit(call.seq, call.stdout.cap, call.stderr.cap)
         return await self._send(b"".join((frames.encode(frames.CANCEL, call.seq), *rest)))
 
-    async def leave(self) -> None:
-        """Ask an idle runner to end."""
-        await self._send(frames.encode(frames.LEAVE, self._seq))
+    async def finish(self, *, sweep: bool) -> None:
+        """Tell a runner that shares its sandbox how to clean up after its call: ``sweep`` everything of the calls' uid,
+        the other runners included, or only what came of this call."""
+        await self._send(frames.encode(frames.FINISH, self._seq, frames.FINISH_ALL if sweep else frames.FINISH_OWN))
 
 
 def _credit(seq: int, stdout: int, stderr: int) -> list[bytes]:
     due = ((frames.OUT, stdout), (frames.ERR, stderr))
-    return [frames.encode(frames.CREDIT, seq, bytes((stream,)) + more.to_bytes(8, "big")) for stream, more in due if more]
+    return [
+        frames.encode(frames.CREDIT, seq, bytes((stream,)) + more.to_bytes(8, "big")) for stream, more in due if more
+    ]
 
 
 def _input(seq: int, data: bytes, start: int, end: int) -> list[bytes]:

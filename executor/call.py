@@ -94,15 +94,9 @@ class Call:
         """What the engine is told to run in an image that has Python: the loader, and a token to know the exec by."""
         return ("python3", "-I", "-B", "-c", LOADER, token)
 
-    def request(self, image_env: Iterable[str] = ()) -> dict[str, Any]:
-        """What the program inside is told to do: environment, working directory, and ``argv`` or ``code``.
-
-        ``image_env`` is what the container's own environment should hold (``KEY=VALUE``). It is told from out here, and what
-        stands in the container is dropped: there, a client's configuration can have added proxies and their passwords.
-        """
-        own = dict(item.split("=", 1) for item in image_env if "=" in item)
-        env = {"PATH": DEFAULT_PATH, **own, **CALL_ENV, **self.env}
-        request: dict[str, Any] = {"env": env, "cwd": CALL_ENV["HOME"]}
+    def request(self) -> dict[str, Any]:
+        """What a runner is told to do: what is added to its base environment, and ``argv`` or ``code``."""
+        request: dict[str, Any] = {"env": dict(self.env), "cwd": CALL_ENV["HOME"]}
         if self.code is None:
             request["argv"] = list(self.argv)
         else:
@@ -113,11 +107,20 @@ class Call:
 
     def payload(self, image_env: Iterable[str] = ()) -> bytes:
         """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed."""
-        asked = self.request(image_env)
-        env = "\0".join(f"{key}={value}" for key, value in asked["env"].items())
+        env = "\0".join(f"{key}={value}" for key, value in {**base_env(image_env), **self.env}.items())
         body = self.code if self.code is not None else "\0".join(self.argv)
-        fields = (f"{asked['cwd']}\0{self.kind}", env, body)
+        fields = (f"{CALL_ENV['HOME']}\0{self.kind}", env, body)
         return _frame(_program()) + b"".join(_frame(text.encode("utf-8")) for text in fields)
+
+
+def base_env(image_env: Iterable[str]) -> dict[str, str]:
+    """What every call's environment starts from, in an image and profile with ``image_env`` (``KEY=VALUE``).
+
+    It is told from out here, and what stands in the container is dropped: there, a client's configuration can have added
+    proxies and their passwords.
+    """
+    own = dict(item.split("=", 1) for item in image_env if "=" in item)
+    return {"PATH": DEFAULT_PATH, **own, **CALL_ENV}
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-CALL, INPUT, INPUT_END, CREDIT, CANCEL, LEAVE = 1, 2, 3, 4, 5, 6
+CALL, INPUT, INPUT_END, CREDIT, CANCEL, LEAVE, FINISH = 1, 2, 3, 4, 5, 6, 7
+FINISH_ALL, FINISH_OWN = b"\x01", b"\x00"
 HELLO, ARMED, OUT, ERR, TAKEN, DONE, CLEAN, DIRTY, POISONED = 17, 18, 19, 20, 21, 22, 23, 24, 25
 
 _HEADER = struct.Struct(">BII")

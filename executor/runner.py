@@ -32,7 +32,7 @@ import time
 import weakref
 
 # Frames, as executor.frames has them: type, sequence number, length, payload.
-CALL, INPUT, INPUT_END, CREDIT, CANCEL, LEAVE = 1, 2, 3, 4, 5, 6
+CALL, INPUT, INPUT_END, CREDIT, CANCEL, LEAVE, FINISH = 1, 2, 3, 4, 5, 6, 7
 HELLO, ARMED, OUT, ERR, TAKEN, DONE, CLEAN, DIRTY, POISONED = 17, 18, 19, 20, 21, 22, 23, 24, 25
 HEADER = 9
 ASK, ASK_READY = 3, 4  # the descriptors on which a waiting child is given its call, and says that it is prepared
@@ -40,6 +40,7 @@ CHUNK = 65536
 MAX_FRAME = 1 << 26
 BUFFERED = 1 << 18  # bytes that wait for the host before the runner stops reading the call's output
 REAP_SECONDS = 4.0
+HOLD_SECONDS = 0.002  # a short call's output and its end then leave in one write, and the host wakes up once
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 CANNOT_RUN, NOT_FOUND = 126, 127  # what a shell answers, and people know
 
@@ -76,6 +77,7 @@ class Libc:
         self._prctl = ctypes.CDLL(None, use_errno=True).prctl
         self._fdopen = ctypes.CDLL(None).fdopen
         self._fdopen.argtypes, self._fdopen.restype = (ctypes.c_int, ctypes.c_char_p), ctypes.c_void_p
+        self._fields_type = ctypes.c_int * 2  # made here: a class that is made during a call looks like the call's own
         self.run_file = ctypes.pythonapi.PyRun_SimpleFileExFlags
         self.run_file.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p)
 
@@ -103,7 +105,7 @@ class Libc:
         if sys.version_info[:2] == (3, 11):
             state = self._ctypes.pythonapi.PyThreadState_Get
             state.restype = self._ctypes.c_void_p
-            fields = (self._ctypes.c_int * 2).from_address(state() + 32)
+            fields = self._fields_type.from_address(state() + 32)
             if fields[1] == sys.getrecursionlimit() and 0 < fields[1] - fields[0] < 64:
                 fields[0] += RECURSION
                 self._deepened = fields
@@ -153,7 +155,9 @@ class Runner:
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.host_gone = False
+        self.held_since = 0.0
         self.cgroup = Cgroup()
+        self.ooms = None
         self.seq = 0
         self.wake_r, self.wake_w = os.pipe()
         for fd in (0, 1, self.wake_r, self.wake_w):
@@ -180,6 +184,18 @@ class Runner:
                 self.outbox.clear()
                 return
             del self.outbox[:count]
+
+    def hold(self, kind, payload):
+        """Queue a frame of output, to leave in one write with what comes within the next moment, if anything does."""
+        if not self.outbox:
+            self.held_since = time.monotonic()
+        self.outbox += bytes((kind,)) + self.seq.to_bytes(4, "big") + len(payload).to_bytes(4, "big") + payload
+        if len(self.outbox) > CHUNK:
+            self.flush()
+
+    def holding(self, now):
+        """Seconds for which what is queued may still wait; 0.0 when it should leave, or already tried to."""
+        return max(0.0, self.held_since + HOLD_SECONDS - now)
 
     def flush_all(self):
         deadline = time.monotonic() + 30.0
@@ -232,8 +248,28 @@ class Runner:
                 return None
             poll.poll()
             self.drain_wakeups()
-            if any(pid == spare.pid for pid, _, _ in self.reap()):
+            if any(spare is not None and pid == spare.pid for pid, _, _ in self.reap()):
                 return False
+
+    def told_to_sweep(self):
+        """Whether everything is to be cleaned up, and not only what came of the call that has just ended.
+
+        A runner that has the sandbox to itself need not ask. A host that is gone will not use the sandbox again.
+        """
+        if not self.config["shared"]:
+            return True
+        poll = select.poll()
+        poll.register(0, select.POLLIN)
+        poll.register(self.wake_r, select.POLLIN)
+        while True:
+            for kind, seq, data in self.read_frames():
+                if kind == FINISH and seq == self.seq:
+                    return data == b"\x01"
+            if self.host_gone:
+                return True
+            poll.poll()
+            self.drain_wakeups()
+            self.reap()
 
     def drain_wakeups(self):
         try:
@@ -254,6 +290,7 @@ class Runner:
 
     def rehearse(self, child):
         """Touch what a call will touch: after a fork this process copies its pages too, and now it has the time."""
+        self.ooms = self.cgroup.oom_kills()
         header = json.dumps({"timeout": 1.0, "grace": 1.0, "max_output": 1, "credit": None}).encode("ascii")
         call = Served(self, child, json.loads(header), time.monotonic())
         call.ended(0, resource.getrusage(resource.RUSAGE_SELF))
@@ -303,6 +340,46 @@ class Runner:
             time.sleep(0.001)
         return None
 
+    def clean_own(self):
+        """Beside other runners' calls: kill and reap what came of this one's. What it orphaned has come home to here."""
+        began = time.monotonic()
+        while time.monotonic() - began < REAP_SECONDS:
+            self.kill_own()
+            try:
+                while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                    pass
+            except ChildProcessError:
+                return time.monotonic() - began
+            time.sleep(0.001)
+        return None
+
+    def kill_call(self):
+        """SIGKILL all that belongs to the call: all of this uid, or where other calls run too, all that came of it."""
+        if self.config["shared"]:
+            self.kill_own()
+            return
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+    def kill_own(self):
+        parents = {}
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                # The name of a program may hold spaces and brackets; what comes after the last bracket is ours to read.
+                fields = read_file("/proc/" + name + "/stat").rpartition(b")")[2].split()
+                if len(fields) > 1:
+                    parents.setdefault(int(fields[1]), []).append(int(name))
+        family = parents.pop(os.getpid(), [])
+        while family:
+            pid = family.pop()
+            family += parents.pop(pid, [])
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
+
     def reap_all(self, began):
         while time.monotonic() - began < REAP_SECONDS:
             try:
@@ -312,9 +389,18 @@ class Runner:
                 return True
         return False
 
-    def scan(self):
-        """Whether the whole of /proc holds this process, PID 1 and PID 1's own child, and nothing else."""
-        mine = os.getpid()
+    def scan(self, runners=False):
+        """Whether the whole of /proc holds this process, PID 1 and PID 1's own child, and nothing else.
+
+        With ``runners``, others of this runner's kind (started by the engine with the same command) and their waiting
+        children may be there too.
+        """
+        mine, kin = os.getpid(), {os.getpid()}
+        command = read_file("/proc/self/cmdline").split(b"\0")[:5]
+        if runners:
+            for name in os.listdir("/proc"):
+                if name.isdigit() and read_file("/proc/" + name + "/cmdline").split(b"\0")[:5] == command:
+                    kin.add(int(name))
         for name in os.listdir("/proc"):
             if not name.isdigit() or int(name) in (1, mine):
                 continue
@@ -322,6 +408,8 @@ class Runner:
             fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
             if not fields:
                 continue  # it ended while we looked
+            if runners and int(name) in kin and (fields.get("PPid") == "0" or int(fields.get("PPid", 0)) in kin):
+                continue
             if fields.get("PPid") != "1" or fields.get("Uid", "").split("\t")[0] != self.config["keeper"]:
                 return False
         return True
@@ -343,7 +431,7 @@ class Served:
         self.stopping = None
         self.killed = self.timed_out = self.cancelled = False
         self.status, self.cpu_seconds, self.max_rss = None, 0.0, 0
-        self.ooms = runner.cgroup.oom_kills()
+        self.ooms = runner.ooms
 
     def take(self, kind, data):
         if kind == INPUT:
@@ -385,10 +473,7 @@ class Served:
         left = self.stopping + self.grace - now
         if left <= 0 and not self.killed:
             self.killed = True
-            try:
-                os.kill(-1, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
+            self.runner.kill_call()
         return max(left, 0.05)
 
     def ended(self, status, usage):
@@ -412,7 +497,10 @@ class Served:
         poll = select.poll()
         poll.register(0, select.POLLIN)
         poll.register(self.runner.wake_r, select.POLLIN)
-        if self.runner.outbox:
+        held = self.runner.holding(time.monotonic()) if self.runner.outbox else 0.0
+        if held:
+            seconds = min(seconds, held)
+        elif self.runner.outbox:
             poll.register(1, select.POLLOUT)
         if len(self.runner.outbox) < BUFFERED:
             for fd, stream in self.sources.items():
@@ -420,12 +508,13 @@ class Served:
                     poll.register(fd, select.POLLIN)
         if self.child.stdin is not None and (self.input or not self.input_open):
             poll.register(self.child.stdin, select.POLLOUT)
-        for fd, _ in poll.poll(max(0.0, seconds) * 1000):
+        for fd, _ in poll.poll(max(0.0, seconds) * 1000 + 0.5):
             if fd in self.sources:
                 self.pull(fd, self.sources[fd])
             elif fd == self.child.stdin:
                 self.push()
-        self.runner.flush()
+        if self.runner.outbox and not self.runner.holding(time.monotonic()):
+            self.runner.flush()
 
     def pull(self, fd, stream):
         """Take what a stream holds and pass on what its cap and credit allow; whether there may be more."""
@@ -443,7 +532,7 @@ class Served:
         if kept:
             if credit is not None:
                 self.credit[stream] -= len(kept)
-            self.runner.send(stream, kept)
+            self.runner.hold(stream, kept)
         return True
 
     def push(self):
@@ -562,8 +651,10 @@ class Prepared:
     that a waiting child has and a call has not.
     """
 
-    def __init__(self, libc):
+    def __init__(self, libc, env):
         self._libc = libc
+        os.environ.clear()
+        os.environ.update(env)
         low = os.memfd_create("call.py")
         # Out of the way of descriptors that are counted on to be free, and inherited: a program may run itself again.
         self.fd = fcntl.fcntl(low, fcntl.F_DUPFD, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024) - 1)
@@ -580,7 +671,7 @@ class Prepared:
         self.unchanged = Unchanged()
 
     def rehearse(self):
-        set_environment(json.loads(json.dumps({"env": dict(os.environ)}))["env"])
+        json.loads(json.dumps({"env": {}, "cwd": "/", "cpu_seconds": 1, "code": ""}))
         self.store(REHEARSAL.encode("utf-8"))
         os.ftruncate(self.fd, 0)
         exec(compile(REHEARSAL, self.name, "exec"), {"__name__": "__main__"})
@@ -638,10 +729,12 @@ class Prepared:
         """The caller's code has ended, and an error of it was shown: leave, at once where nobody could tell."""
         failed = self._results[0] != 0
         try:
-            if not failed and self.unchanged.holds():
+            # Of an interrupt only the interpreter knows, and ends by its signal; a hook may have made it look otherwise.
+            interrupted = failed and (sys.excepthook is not SHOW or sys.last_type is KeyboardInterrupt)
+            if not interrupted and self.unchanged.holds():
                 sys.stdout.flush()
                 sys.stderr.flush()
-                QUIT(0)
+                QUIT(1 if failed else 0)
         except BaseException:  # noqa: S110 - the interpreter says what there is to say
             pass
         self._libc.restore_depth()
@@ -656,7 +749,7 @@ class Prepared:
 
 
 QUIET = functools.partial(sys.settrace, None), functools.partial(sys.setprofile, None)
-EXIT, QUIT, THREADS = sys.exit, os._exit, _thread._count  # as they were before any code of a call
+EXIT, QUIT, SHOW, THREADS = sys.exit, os._exit, sys.excepthook, _thread._count  # as they were before any code of a call
 RECURSION = 8  # levels that 3.11 counts between the bottom and the code that ``Prepared.hook`` runs
 
 
@@ -684,11 +777,6 @@ sys.stdout.flush()
 """
 
 
-def set_environment(env):
-    os.environ.clear()
-    os.environ.update(env)
-
-
 def await_call():
     """In the child: wait for the request on descriptor ``ASK``, and become ready to carry it out."""
 
@@ -705,7 +793,8 @@ def await_call():
     os.close(ASK)
     if request["cpu_seconds"]:
         resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"], request["cpu_seconds"] + 1))
-    set_environment(request["env"])
+    if request["env"]:
+        os.environ.update(request["env"])
     os.chdir(request["cwd"])
     return request
 
@@ -834,7 +923,7 @@ def run(config):
         "nonce": read_file("/tool/nonce").decode("utf-8", "replace").strip(),
         "undumpable": dumpable,
         "subreaper": subreaper,
-        "alone": runner.scan(),
+        "alone": runner.scan(runners=config["shared"]),
         "python": sys.version.split()[0],
         "problem": config.get("problem", ""),
     }
@@ -844,17 +933,15 @@ def run(config):
     if libc is None:
         runner.flush_all()
         os._exit(4)
-    limits, left = own_limits(), config["calls"]
+    limits, left, beside = own_limits(), config["calls"], False
     while True:
         runner.seq += 1
-        child = fork_ahead(libc)
-        if child is None:
-            prepared = Prepared(libc)
-            sys.addaudithook(AUDIT.pop)
-            os.write(ASK_READY, b"1")
-            os.close(ASK_READY)
-            return prepared
-        runner.rehearse(child)
+        child = None
+        if not beside:
+            child = fork_ahead(libc)
+            if child is None:
+                return become(libc, config)
+            runner.rehearse(child)
         runner.send(ARMED)
         asked = runner.next_call(child)
         if asked is None:
@@ -865,20 +952,37 @@ def run(config):
             )
             runner.flush_all()
             break
+        if child is None:
+            # Nothing waits beside other calls' code, which could get at it: this call pays for its fork.
+            child = fork_ahead(libc)
+            if child is None:
+                return become(libc, config)
+            runner.rehearse(child)
         call = runner.serve(child, *asked)
         runner.send(DONE, json.dumps(call.report()).encode("ascii"))
         child.close()
-        spent = runner.clean(resting)
+        beside = not runner.told_to_sweep()
+        spent = runner.clean_own() if beside else runner.clean(resting)
         runner.send(CLEAN if spent is not None else DIRTY, repr(spent).encode("ascii"))
         runner.flush_all()
         if spent is None or runner.host_gone or call.cancelled:
             break
-        if left:
+        if left and not beside:
             left -= 1
             if not left:
                 break
-    runner.clean(resting)
+    if not config["shared"]:
+        runner.clean(resting)
     os._exit(0)
+
+
+def become(libc, config):
+    """In the child: be prepared for the call, and say so."""
+    prepared = Prepared(libc, config["env"])
+    sys.addaudithook(AUDIT.pop)
+    os.write(ASK_READY, b"1")
+    os.close(ASK_READY)
+    return prepared
 
 
 def warm_up(preload, facts):

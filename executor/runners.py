@@ -45,23 +45,28 @@ class Place:
     watch: Watch
     user: str
     config: RunnerConfig
-    image_env: tuple[str, ...]
     cpu_seconds: int | None
     grace: float
     check: Callable[[dict[str, object]], None]
     kill: Callable[[str], Awaitable[None]]
+    parallel: int = 1
 
 
 class Runners:
-    """Keeps a runner armed while ``keep`` runs, and lends it to one call at a time."""
+    """Keeps runners armed while ``keep`` runs, one for each call that may run at a time, and lends them to calls.
+
+    With more than one they share the sandbox. They are armed while no tool code runs in it; a call that ends beside others
+    is cleaned up after by a walk of its own tree, and the last one by a sweep of everything, the other runners included,
+    which are then armed anew.
+    """
 
     def __init__(self, place: Place) -> None:
         self.over = False
         self.missing = False
         self.problem: EmberpoolError | None = None
         self._place = place
-        self._runner: ArmedRunner | None = None
-        self._killed = False
+        self._lanes: list[ArmedRunner | None] = [None] * place.parallel
+        self._killed = self._sweeping = False
         self._changed = anyio.Event()
 
     def _notify(self) -> None:
@@ -71,21 +76,29 @@ class Runners:
     def close(self) -> None:
         """Let go: no further exec is armed, and the current one's client is killed."""
         self.over = True
-        if self._runner is not None:
-            self._runner.scope.cancel()
+        for runner in self._lanes:
+            if runner is not None:
+                runner.scope.cancel()
         self._notify()
 
     # --- keeping one armed --------------------------------------------------------------------------------------------
 
     async def keep(self) -> None:
-        """Arm one exec after the other until the sandbox is closed or lost."""
+        """Arm one exec after the other, in each lane, until the sandbox is closed or lost."""
+        async with anyio.create_task_group() as tasks:
+            for lane in range(len(self._lanes)):
+                tasks.start_soon(self._keep_lane, lane)
+
+    async def _keep_lane(self, lane: int) -> None:
         place = self._place
         while not self.over and self.problem is None and not place.watch.died.is_set():
+            if await self._full(lane):
+                continue
             argv = ("python3", "-I", "-B", "-c", LOADER, new_token())
             expected = place.watch.expect(argv)
             # An interpreter takes its encodings from the locale that it starts in: the calls' own.
             args = exec_args(place.watch.name, argv, user=place.user, lang=CALL_ENV["LANG"])
-            runner = self._runner = ArmedRunner(place.engine, args, place.config, self._notify)
+            runner = self._lanes[lane] = ArmedRunner(place.engine, args, place.config, self._notify)
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch_over, runner)
@@ -109,6 +122,10 @@ class Runners:
                     return
                 runner.vouched = True
                 self._notify()
+            if state is RunnerState.CLEANING and self._place.config.shared:
+                await self._clean_up(runner)
+            elif self._sweeping and state in (RunnerState.CLEAN, RunnerState.ARMED):
+                self._swept()
             waits = state in (RunnerState.ARMED, RunnerState.BUSY)
             with anyio.move_on_after(None if waits else ARM_TIMEOUT) as late:
                 while runner.state is state:
@@ -118,6 +135,33 @@ class Runners:
                 runner.scope.cancel()
                 return
 
+    async def _full(self, lane: int) -> bool:
+        """Whether there was tool code to wait for: nothing is armed beside it, since it could get at what is new."""
+        if not self._busy(besides=self._lanes[lane]):
+            return False
+        await self._changed.wait()
+        return True
+
+    def _busy(self, besides: ArmedRunner | None) -> bool:
+        at_work = (RunnerState.BUSY, RunnerState.CLEANING)
+        return any(one is not None and one is not besides and one.state in at_work for one in self._lanes)
+
+    async def _clean_up(self, runner: ArmedRunner) -> None:
+        """Tell a runner whose call has ended how to clean up after it: beside others, or as the last."""
+        sweep = not self._busy(besides=runner)
+        if sweep:
+            self._sweeping = True
+            for other in self._lanes:
+                if other is not None and other is not runner:
+                    other.retired = True
+        await runner.finish(sweep=sweep)
+
+    def _swept(self) -> None:
+        self._sweeping = False
+        for other in self._lanes:
+            if other is not None and other.retired:
+                other.scope.cancel()
+
     async def _end_with(self, runner: ArmedRunner, died: anyio.Event) -> None:
         await died.wait()
         runner.scope.cancel()
@@ -125,7 +169,8 @@ class Runners:
     async def _judge(self, runner: ArmedRunner, expected: ExecWatch) -> None:
         """An exec has ended: go on to the next one, or say why there is none."""
         place = self._place
-        if self.over or place.watch.died.is_set():
+        if self.over or place.watch.died.is_set() or (runner.retired and not runner.problem):
+            self._sweeping = False
             return
         if self.problem is None and not runner.problem and runner.last is RunnerState.CLEAN:
             return  # it has served its calls
@@ -173,9 +218,9 @@ class Runners:
                     raise SandboxDied(
                         "the sandbox ended before the call began", cause=self._place.watch.cause, started=False
                     )
-                runner = self._runner
-                if runner is not None and runner.vouched and runner.state is RunnerState.ARMED:
-                    return runner
+                for runner in self._lanes if not self._sweeping else ():
+                    if runner is not None and runner.vouched and not runner.retired and runner.state is RunnerState.ARMED:
+                        return runner
                 await self._changed.wait()
         raise EngineUnavailable(f"no runner was armed within {timeout:g} s; the call never started", retry_after=1.0)
 
@@ -194,7 +239,7 @@ class Runners:
         await anyio.lowlevel.checkpoint_if_cancelled()
         running = runner.begin(call.max_output, sink)
         header = {"timeout": left, "grace": place.grace, "max_output": call.max_output}
-        asked = {**call.request(place.image_env), "cpu_seconds": place.cpu_seconds}
+        asked = {**call.request(), "cpu_seconds": place.cpu_seconds}
         request = json.dumps(asked).encode("ascii")
         try:
             with anyio.move_on_after(left + place.grace + ANSWER_PATIENCE):

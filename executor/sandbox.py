@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup
 
 from executor.armed import RunnerConfig
 from executor.attached import Attached, run_attached
-from executor.call import Call
+from executor.call import Call, base_env
 from executor.docker import classify
 from executor.engine import ContainerGone, Engine, ImageInfo
 from executor.plain import PlainExec
@@ -37,10 +37,11 @@ KILL_TIMEOUT = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
-    """How a sandbox's runners behave: ``calls`` for each exec (0 for no limit), modules to ``preload``, and the seconds of
+    """How a sandbox's runners behave: ``calls`` for each exec (0 for no limit), how many in ``parallel``, modules to ``preload``, and the seconds of
     ``grace`` between SIGTERM and SIGKILL."""
 
     calls: int = 1
+    parallel: int = 1
     preload: tuple[str, ...] = ()
     grace: float = 2.0
 
@@ -106,12 +107,14 @@ class Sandbox:
                 config=RunnerConfig(
                     keeper=spec.profile.user.partition(":")[0],
                     files=INSIDE_FILES,
+                    env=base_env(image_env),
+                    shared=options.parallel > 1,
                     preload=options.preload,
                     calls=options.calls,
                 ),
-                image_env=image_env,
                 cpu_seconds=limits.cpu_seconds,
                 grace=options.grace,
+                parallel=options.parallel,
                 check=self._check_hello,
                 kill=self._kill,
             )

@@ -189,6 +189,7 @@ class CallSettings(_Section):
     timeout: Duration = 60.0
     grace: Duration = 2.0
     calls_per_exec: int = Field(default=1, ge=0, le=1_000_000_000)
+    parallel: int = Field(default=1, ge=1, le=64)
     max_input: Size = 32_000_000
     max_output: Size = 1_048_576
 

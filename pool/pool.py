@@ -484,6 +484,7 @@ def policy_of(settings: Settings) -> Policy:
         max_cold_waiters=pool.max_cold_waiters,
         max_sessions_per_agent=pool.max_sessions_per_agent,
         max_calls=pool.max_calls,
+        parallel=settings.call.parallel,
         idle_timeout=pool.idle_timeout,
         standby_max_age=pool.standby_max_age,
         max_lifetime=pool.max_lifetime,

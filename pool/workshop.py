@@ -167,7 +167,12 @@ class Workshop:
             staging=str(place),
             nonce=nonce,
             lifetime=pool.standby_max_age + pool.max_lifetime + call.timeout + call.grace,
-            runner=RunnerOptions(calls=call.calls_per_exec, preload=self._settings.sandbox.preload, grace=call.grace),
+            runner=RunnerOptions(
+                calls=call.calls_per_exec,
+                parallel=call.parallel,
+                preload=self._settings.sandbox.preload,
+                grace=call.grace,
+            ),
         )
 
         def created(container: str) -> None:

@@ -3,7 +3,7 @@
 PROGRAMS = {
     "sys_names": "import sys\nprint(sys.argv, sys.orig_argv, sys.path, sys.flags, sys.executable, sys.prefix, sys.base_prefix)\nprint(sys.version, sys.api_version, sys.warnoptions, sys._xoptions, sys.dont_write_bytecode, sys.pycache_prefix)\nprint(sys.getrecursionlimit(), sys.getswitchinterval(), sys.getfilesystemencoding(), sys.getdefaultencoding(), sys.platlibdir)\nprint(sys.gettrace(), sys.getprofile(), sys.get_asyncgen_hooks(), sys.get_coroutine_origin_tracking_depth(), sys.is_finalizing())\n",
     "sys_dict": "import sys\nprint(sorted(sys.__dict__))\nprint(sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook__, sys.unraisablehook is sys.__unraisablehook__, sys.breakpointhook is sys.__breakpointhook__)\nprint(sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__)\n",
-    "sys_modules": "import sys\nprint(list(sys.modules))\n",
+    "sys_modules": "import sys\nprint(*sys.modules, sep=chr(10))\n",
     "sys_caches": "import sys\nprint(sys.meta_path, sys.path_hooks, sorted(sys.path_importer_cache), sys.builtin_module_names)\n",
     "main": "print(sorted(globals()))\nprint(__name__, __doc__, __package__, __spec__, __cached__, __annotations__ if '__annotations__' in globals() else None, type(__loader__), __builtins__)\nimport builtins, sys\nprint(__builtins__ is builtins, sys.modules['__main__'].__dict__ is globals(), locals() is globals(), type(sys.modules['__main__']))\nprint(__file__ == sys.argv[0], __loader__.path == __file__, __loader__.name, repr(sys.modules['__main__']))\n",
     "main_doc": "'''the doc'''\nprint(__doc__, list(globals()))\n",
