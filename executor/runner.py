@@ -124,6 +124,9 @@ def own_limits():
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 
 
+KEPT = set()  # the modules that a call finds loaded
+
+
 class Cgroup:
     """The container's own counters, whichever cgroup version shows them; unreadable ones are ``None``."""
 
@@ -664,6 +667,8 @@ class Prepared:
         self._results, self._watched = [], []
         self._steps = []
         sys.path_importer_cache[self.name] = None
+        for module in set(sys.modules) - KEPT:  # `wait4` imports one by itself
+            del sys.modules[module]
         sys.argv = [self.name]
         if hasattr(sys, "orig_argv"):
             sys.orig_argv = ["python3", "-I", "-B", self.name]
@@ -999,6 +1004,7 @@ def warm_up(preload, facts):
             __import__(name)
         except BaseException as error:
             facts["problem"] = "preload %s: %r" % (name, error)
+    KEPT.update(sys.modules)
     if len(os.listdir("/proc/self/task")) > 1:
         facts["problem"] = "a preloaded module left a thread"
     gc.collect()

@@ -219,7 +219,12 @@ class Runners:
                         "the sandbox ended before the call began", cause=self._place.watch.cause, started=False
                     )
                 for runner in self._lanes if not self._sweeping else ():
-                    if runner is not None and runner.vouched and not runner.retired and runner.state is RunnerState.ARMED:
+                    if (
+                        runner is not None
+                        and runner.vouched
+                        and not runner.retired
+                        and runner.state is RunnerState.ARMED
+                    ):
                         return runner
                 await self._changed.wait()
         raise EngineUnavailable(f"no runner was armed within {timeout:g} s; the call never started", retry_after=1.0)

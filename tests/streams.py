@@ -165,7 +165,7 @@ class Room:
         self.runners = Runners(
             Place(
                 engine=self,  # type: ignore[arg-type]
-                hub=hub, watch=self.watch, user="1:1", config=RunnerConfig(keeper="1", files=()), image_env=(),
+                hub=hub, watch=self.watch, user="1:1", config=RunnerConfig(keeper="1", files=()),
                 cpu_seconds=None, grace=grace, check=lambda facts: None, kill=self._kill,
             )
         )  # fmt: skip

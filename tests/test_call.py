@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.call import DEFAULT_PATH, LOADER, MAX_ARGUMENT, Call, carried, new_token
+from executor.call import DEFAULT_PATH, LOADER, MAX_ARGUMENT, Call, base_env, carried, new_token
 from executor.profile import CALL_ENV
 from executor.result import InvalidCall
 
@@ -130,12 +130,12 @@ def test_payload_carries_the_request_and_nothing_else(rest: list[str], code: str
         assert place == f"/tmp\0{call.kind}".encode()
         assert dict(item.split("=", 1) for item in told.decode().split("\0")) == expected
         assert body.decode() == part
-        assert call.request(image_env)["env"] == expected
+        assert {**base_env(image_env), **call.request()["env"]} == expected
         assert call.payload() != call.payload(["PATH=/image/bin"])
 
 
 def test_image_without_a_path_gets_the_one_that_engines_use() -> None:
-    assert Call(code="1").request(["BROKEN"])["env"] == {"PATH": DEFAULT_PATH, **CALL_ENV}
+    assert base_env(["BROKEN"]) == {"PATH": DEFAULT_PATH, **CALL_ENV}
 
 
 def test_image_without_python_takes_its_environment_from_a_private_file_that_goes_away() -> None:

@@ -262,11 +262,15 @@ def test_settings_exist_exactly_where_every_rule_holds(
         ("pool", "max_sandbox", "pool.max_sandbox: unknown key; did you mean pool.max_sandboxes?"),
         ("sandbox", "memory", "sandbox.memory: unknown key; did you mean sandbox.memory_mb?"),
         ("pool", "memory_mb", "pool.memory_mb: unknown key; memory_mb belongs to [sandbox]"),
-        ("call", "qqq", "call.qqq: unknown key; [call] has timeout, grace, calls_per_exec, max_input, max_output"),
+        (
+            "call",
+            "qqq",
+            "call.qqq: unknown key; [call] has timeout, grace, calls_per_exec, parallel, max_input, max_output",
+        ),
         (
             "call",
             "a\nb\x1b[31m",
-            "call.a\\nb\\x1b[31m: unknown key; [call] has timeout, grace, calls_per_exec, max_input, max_output",
+            "call.a\\nb\\x1b[31m: unknown key; [call] has timeout, grace, calls_per_exec, parallel, max_input, max_output",
         ),
     ],
 )
@@ -296,7 +300,7 @@ def test_sections_that_would_do_nothing_are_refused(section: str) -> None:
     ("section", "key"),
     [
         *(("sandbox", key) for key in ("python_tools", "limits_strict", "allowed_tool_dirs", "workspace")),
-        *(("sandbox", "require_digest"), ("call", "parallel"), ("pool", "standby_bounds")),
+        *(("sandbox", "require_digest"), ("pool", "standby_bounds")),
     ],
 )
 def test_keys_that_would_do_nothing_are_refused(section: str, key: str) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import anyio
@@ -209,7 +210,7 @@ async def test_nothing_of_a_call_shows_outside(real_engine: Room) -> None:
             await anyio.to_thread.run_sync(look_at_clients, box.name, looked)
             tasks.cancel_scope.cancel()
     events = await real_engine.engine._ask(
-        "events", "--since", real_engine.info.time, "--until", "0s", "--filter", f"label=emberpool.pool={real_engine.pool}",
+        "events", "--since", real_engine.info.time, "--until", str(int(time.time()) + 1), "--filter", f"label=emberpool.pool={real_engine.pool}",
         "--format", "{{json .}}", doing="reading events",
     )  # fmt: skip
     assert b"exec_create" in events.stdout
