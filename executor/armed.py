@@ -81,7 +81,7 @@ class Running:
     """A call under way at the host's end. Of its stdin, ``sent`` bytes were sent and the runner has passed on ``taken``.
 
     ``moved`` tells of more of that, of output that a stream's consumer has taken, and of the end. ``sink`` is where a
-    streamed call's output goes.
+    streamed call's output goes. ``clean``: what it left is proven dead.
     """
 
     seq: int
@@ -90,6 +90,7 @@ class Running:
     sink: Sink | None = None
     report: Report | None = None
     refused: str = ""
+    clean: bool = False
     sent: int = 0
     taken: int = 0
     moved: anyio.Event = field(default_factory=anyio.Event)
@@ -113,7 +114,7 @@ class ArmedRunner:
     """One runner. ``run`` it in a task; ``problem`` names why its sandbox must go, and is empty while all is well.
 
     ``vouched`` and ``retired`` are its owner's to set: its hello was checked; it may end unasked, as the sweep of another
-    runner ends it.
+    runner ends it. ``sweeps`` says what a shared runner that is cleaning up was told (``finish``), ``None`` before that.
     """
 
     def __init__(self, engine: Engine, args: list[str], config: RunnerConfig, changed: Callable[[], None]) -> None:
@@ -122,12 +123,14 @@ class ArmedRunner:
         self.problem = ""
         self.stderr = Capped(4_096)
         self.vouched = self.retired = False
+        self.sweeps: bool | None = None
         self.scope = anyio.CancelScope()
         self._engine, self._args, self._config, self._changed = engine, args, config, changed
         self._decoder = Decoder()
         self._channel: Channel | None = None
         self._seq = 0
         self._running: Running | None = None
+        self._answered: Running | None = None
         self._torn = False
 
     async def run(self) -> None:
@@ -203,10 +206,13 @@ class ArmedRunner:
                 if into.total > total or (into.total < total and into.total < into.cap):
                     raise ProtocolError("a report of more or less output than has come")
             call.report = report
-            self._running = None
+            self._running, self._answered = None, call
             call.finish()  # before anyone else is woken: the call's answer is what somebody waits for
             self._become(RunnerState.CLEANING)
-        elif kind == frames.CLEAN and state is RunnerState.CLEANING:
+        elif kind == frames.CLEAN and state is RunnerState.CLEANING and self._answered is not None:
+            if self._config.shared and self.sweeps is None:
+                raise ProtocolError("clean before it was told how to clean up")
+            self._answered.clean = True
             self._become(RunnerState.CLEAN)
         elif kind == frames.DIRTY and state is RunnerState.CLEANING:
             self.problem = "what the call left could not be proven dead"
@@ -235,6 +241,7 @@ class ArmedRunner:
         else:
             self._running = Running(self._seq, sink.stdout, sink.stderr, sink)
             sink.on_taken = self._running.wake
+        self.sweeps = None
         self._become(RunnerState.BUSY)
         return self._running
 
@@ -277,7 +284,9 @@ class ArmedRunner:
 
     async def finish(self, *, sweep: bool) -> None:
         """Tell a runner that shares its sandbox how to clean up after its call: ``sweep`` everything of the calls' uid,
-        the other runners included, or only what came of this call."""
+        the other runners included, or only what came of this call. What it was told is known at once."""
+        self.sweeps = sweep
+        self._changed()
         await self._send(frames.encode(frames.FINISH, self._seq, frames.FINISH_ALL if sweep else frames.FINISH_OWN))
 
 

@@ -88,6 +88,9 @@ class Libc:
         self._prctl(self.PR_GET_CHILD_SUBREAPER, self._ctypes.byref(subreaper), 0, 0, 0)
         return self._prctl(self.PR_GET_DUMPABLE, 0, 0, 0, 0) == 0, subreaper.value == 1
 
+    def hide(self):
+        self._prctl(self.PR_SET_DUMPABLE, 0, 0, 0, 0)
+
     def unprotect(self):
         self._prctl(self.PR_SET_DUMPABLE, 1, 0, 0, 0)
         self._prctl(self.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -338,13 +341,16 @@ class Runner:
                 os.kill(-1, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 pass
-            if self.reap_all(began) and (self.cgroup.pids() == resting or self.scan()):
+            if self.reap_all(began) and ((resting is not None and self.cgroup.pids() == resting) or self.scan()):
                 return time.monotonic() - began
             time.sleep(0.001)
         return None
 
     def clean_own(self):
-        """Beside other runners' calls: kill and reap what came of this one's. What it orphaned has come home to here."""
+        """Beside other runners' calls: kill and reap what came of this one's; the seconds it took, or ``None``.
+
+        All that a call orphans comes home to here, so that no children are a proof of no descendants.
+        """
         began = time.monotonic()
         while time.monotonic() - began < REAP_SECONDS:
             self.kill_own()
@@ -391,6 +397,17 @@ class Runner:
             except ChildProcessError:
                 return True
         return False
+
+    def alone(self):
+        """Whether nothing else runs here; where runners are started side by side, as soon as no other is half-way in."""
+        if not self.config["shared"]:
+            return self.scan()
+        began = time.monotonic()
+        while not self.scan(runners=True):
+            if time.monotonic() - began > REAP_SECONDS:
+                return False
+            time.sleep(0.005)
+        return True
 
     def scan(self, runners=False):
         """Whether the whole of /proc holds this process, PID 1 and PID 1's own child, and nothing else.
@@ -654,8 +671,8 @@ class Prepared:
     that a waiting child has and a call has not.
     """
 
-    def __init__(self, libc, env):
-        self._libc = libc
+    def __init__(self, libc, env, hidden):
+        self._libc, self._hidden = libc, hidden
         os.environ.clear()
         os.environ.update(env)
         low = os.memfd_create("call.py")
@@ -673,13 +690,17 @@ class Prepared:
         if hasattr(sys, "orig_argv"):
             sys.orig_argv = ["python3", "-I", "-B", self.name]
         self.rehearse()
+        gc.collect()
         self.unchanged = Unchanged()
 
     def rehearse(self):
         json.loads(json.dumps({"env": {}, "cwd": "/", "cpu_seconds": 1, "code": ""}))
         self.store(REHEARSAL.encode("utf-8"))
+        self._libc.deepen()
+        self._libc.run_file(self._libc.file(os.dup(self.fd)), os.fsencode(self.name), 1, None)
+        self._libc.restore_depth()
+        os.lseek(self.fd, 0, os.SEEK_SET)
         os.ftruncate(self.fd, 0)
-        exec(compile(REHEARSAL, self.name, "exec"), {"__name__": "__main__"})
         os.chdir(os.getcwd())
         resource.setrlimit(resource.RLIMIT_CPU, resource.getrlimit(resource.RLIMIT_CPU))
         Unchanged().holds()
@@ -714,6 +735,8 @@ class Prepared:
     def begin(self):
         """Wait for the call, and be the process that its code expects."""
         request = await_call()
+        if self._hidden:
+            self._libc.unprotect()
         sys.excepthook = sys.__excepthook__
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             sys.__dict__.pop(name, None)
@@ -921,14 +944,15 @@ def run(config):
         libc, dumpable, subreaper = None, False, False
         config["problem"] = repr(error)
     runner = Runner(config)
-    resting = runner.cgroup.pids()
+    # Beside other runners the count of processes has no resting value.
+    resting = None if config["shared"] else runner.cgroup.pids()
     facts = {path: read_file(path).decode("utf-8", "replace") for path in config["files"]}
     facts = {
         "files": facts,
         "nonce": read_file("/tool/nonce").decode("utf-8", "replace").strip(),
         "undumpable": dumpable,
         "subreaper": subreaper,
-        "alone": runner.scan(runners=config["shared"]),
+        "alone": runner.alone(),
         "python": sys.version.split()[0],
         "problem": config.get("problem", ""),
     }
@@ -945,7 +969,7 @@ def run(config):
         if not beside:
             child = fork_ahead(libc)
             if child is None:
-                return become(libc, config)
+                return become(libc, config, hidden=config["shared"])
             runner.rehearse(child)
         runner.send(ARMED)
         asked = runner.next_call(child)
@@ -963,6 +987,8 @@ def run(config):
             if child is None:
                 return become(libc, config)
             runner.rehearse(child)
+        elif config["shared"]:
+            runner.ooms = runner.cgroup.oom_kills()  # other calls have moved it meanwhile
         call = runner.serve(child, *asked)
         runner.send(DONE, json.dumps(call.report()).encode("ascii"))
         child.close()
@@ -970,7 +996,8 @@ def run(config):
         spent = runner.clean_own() if beside else runner.clean(resting)
         runner.send(CLEAN if spent is not None else DIRTY, repr(spent).encode("ascii"))
         runner.flush_all()
-        if spent is None or runner.host_gone or call.cancelled:
+        # Beside other calls nobody can take this runner's place, so it stays, also after a cancelled one.
+        if spent is None or runner.host_gone or (call.cancelled and not beside):
             break
         if left and not beside:
             left -= 1
@@ -981,10 +1008,15 @@ def run(config):
     os._exit(0)
 
 
-def become(libc, config):
-    """In the child: be prepared for the call, and say so."""
-    prepared = Prepared(libc, config["env"])
+def become(libc, config, hidden=False):
+    """In the child: be prepared for the call, and say so.
+
+    A child that is to wait beside other calls' code is out of its reach (``hidden``) until its own call has come.
+    """
+    prepared = Prepared(libc, config["env"], hidden)
     sys.addaudithook(AUDIT.pop)
+    if hidden:
+        libc.hide()
     os.write(ASK_READY, b"1")
     os.close(ASK_READY)
     return prepared

@@ -55,9 +55,10 @@ class Place:
 class Runners:
     """Keeps runners armed while ``keep`` runs, one for each call that may run at a time, and lends them to calls.
 
-    With more than one they share the sandbox. They are armed while no tool code runs in it; a call that ends beside others
-    is cleaned up after by a walk of its own tree, and the last one by a sweep of everything, the other runners included,
-    which are then armed anew.
+    With more than one they share the sandbox. They are armed while no tool code runs in it, and no call begins before all
+    of them are; a call that ends beside others is cleaned up after by a walk of its own tree, and the last one by a sweep
+    of everything, the other runners included, which are then armed anew. All of this is decided from the runners' states,
+    without an ``await`` between a decision and what makes it known.
     """
 
     def __init__(self, place: Place) -> None:
@@ -66,7 +67,7 @@ class Runners:
         self.problem: EmberpoolError | None = None
         self._place = place
         self._lanes: list[ArmedRunner | None] = [None] * place.parallel
-        self._killed = self._sweeping = False
+        self._killed = ""
         self._changed = anyio.Event()
 
     def _notify(self) -> None:
@@ -124,11 +125,12 @@ class Runners:
                 self._notify()
             if state is RunnerState.CLEANING and self._place.config.shared:
                 await self._clean_up(runner)
-            elif self._sweeping and state in (RunnerState.CLEAN, RunnerState.ARMED):
-                self._swept()
             waits = state in (RunnerState.ARMED, RunnerState.BUSY)
             with anyio.move_on_after(None if waits else ARM_TIMEOUT) as late:
                 while runner.state is state:
+                    if runner.retired and not self._sweeping():
+                        runner.scope.cancel()  # the sweep has ended it, and only its client may not know yet
+                        return
                     await self._changed.wait()
             if late.cancelled_caught:
                 runner.problem = f"nothing new within {ARM_TIMEOUT:g} s while {state.value}"
@@ -142,25 +144,41 @@ class Runners:
         await self._changed.wait()
         return True
 
-    def _busy(self, besides: ArmedRunner | None) -> bool:
-        at_work = (RunnerState.BUSY, RunnerState.CLEANING)
-        return any(one is not None and one is not besides and one.state in at_work for one in self._lanes)
+    def _others(self, besides: ArmedRunner | None) -> list[ArmedRunner]:
+        return [one for one in self._lanes if one is not None and one is not besides]
+
+    def _busy(self, besides: ArmedRunner | None = None) -> bool:
+        return any(one.state in (RunnerState.BUSY, RunnerState.CLEANING) for one in self._others(besides))
+
+    def _sweeping(self) -> bool:
+        return any(one.state is RunnerState.CLEANING and one.sweeps for one in self._others(None))
 
     async def _clean_up(self, runner: ArmedRunner) -> None:
-        """Tell a runner whose call has ended how to clean up after it: beside others, or as the last."""
-        sweep = not self._busy(besides=runner)
-        if sweep:
-            self._sweeping = True
-            for other in self._lanes:
-                if other is not None and other is not runner:
-                    other.retired = True
-        await runner.finish(sweep=sweep)
+        """Tell a runner whose call has ended how to clean up after it: beside others, or as the last.
 
-    def _swept(self) -> None:
-        self._sweeping = False
-        for other in self._lanes:
-            if other is not None and other.retired:
-                other.scope.cancel()
+        One that was told to clean up beside others needs nobody any more but its own time: the last one waits for it, as a
+        sweep would end it half-way, and of two that end at once one must sweep.
+        """
+        while self._busy(besides=runner):
+            others = [one for one in self._others(runner) if one.state in (RunnerState.BUSY, RunnerState.CLEANING)]
+            if any(one.state is RunnerState.BUSY or one.sweeps is None for one in others):
+                await runner.finish(sweep=False)
+                return
+            await self._changed.wait()
+        for other in self._others(runner):
+            other.retired = True
+        await runner.finish(sweep=True)
+
+    def _free(self) -> ArmedRunner | None:
+        """A runner for a call to claim now, if there is one.
+
+        Where nothing is at work, all have to be armed first: one that is half-way would start beside the call's code.
+        """
+        if self._sweeping():
+            return None
+        ready = [one for one in self._lanes if one and one.vouched and one.state is RunnerState.ARMED]
+        ready = [one for one in ready if not one.retired]
+        return ready[0] if ready and (len(ready) == len(self._lanes) or self._busy()) else None
 
     async def _end_with(self, runner: ArmedRunner, died: anyio.Event) -> None:
         await died.wait()
@@ -169,9 +187,8 @@ class Runners:
     async def _judge(self, runner: ArmedRunner, expected: ExecWatch) -> None:
         """An exec has ended: go on to the next one, or say why there is none."""
         place = self._place
-        if self.over or place.watch.died.is_set() or (runner.retired and not runner.problem):
-            self._sweeping = False
-            return
+        if self.over or place.watch.died.is_set() or runner.retired:
+            return  # whatever a retired one said at its end, the sweep has the proof
         if self.problem is None and not runner.problem and runner.last is RunnerState.CLEAN:
             return  # it has served its calls
         if self.problem is None and not runner.problem:
@@ -205,11 +222,15 @@ class Runners:
             await self._kill(cause_of(runner))
 
     async def _kill(self, why: str) -> None:
-        self._killed = True
+        if not self._place.watch.died.is_set():
+            self._killed = self._killed or why
         await self._place.kill(why)
 
     async def armed(self, timeout: float) -> ArmedRunner:
-        """The runner, once it waits for a call. Raises the sandbox's problem, or ``EngineUnavailable`` after ``timeout``."""
+        """A runner that waits for a call, to be claimed before anything else is awaited.
+
+        Raises the sandbox's problem, or ``EngineUnavailable`` after ``timeout``.
+        """
         with anyio.move_on_after(timeout):
             while True:
                 if self.problem is not None:
@@ -218,14 +239,10 @@ class Runners:
                     raise SandboxDied(
                         "the sandbox ended before the call began", cause=self._place.watch.cause, started=False
                     )
-                for runner in self._lanes if not self._sweeping else ():
-                    if (
-                        runner is not None
-                        and runner.vouched
-                        and not runner.retired
-                        and runner.state is RunnerState.ARMED
-                    ):
-                        return runner
+                # A cancel that is due already finds the runner unclaimed; later it has to end a call.
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                if (runner := self._free()) is not None:
+                    return runner
                 await self._changed.wait()
         raise EngineUnavailable(f"no runner was armed within {timeout:g} s; the call never started", retry_after=1.0)
 
@@ -240,8 +257,6 @@ class Runners:
         runner = await self.armed(call.timeout)
         left = max(0.001, call.timeout - (anyio.current_time() - began))
         ooms = place.watch.ooms
-        # A cancel that is due already finds the runner unclaimed; later it has to end a call.
-        await anyio.lowlevel.checkpoint_if_cancelled()
         running = runner.begin(call.max_output, sink)
         header = {"timeout": left, "grace": place.grace, "max_output": call.max_output}
         asked = {**call.request(), "cpu_seconds": place.cpu_seconds}
@@ -276,9 +291,9 @@ class Runners:
             with anyio.move_on_after(self._place.grace + ANSWER_PATIENCE):
                 if await runner.cancel(running):
                     await running.done.wait()
-                    while runner.state is RunnerState.CLEANING:
+                    while runner.state is RunnerState.CLEANING and not running.clean:
                         await self._changed.wait()
-            if runner.last is not RunnerState.CLEAN and runner.state not in (RunnerState.CLEAN, RunnerState.ARMED):
+            if not running.clean:
                 await self._kill("cancelled")
 
     async def _lost(self, runner: ArmedRunner, running: Running, ooms: int) -> SandboxDied:
@@ -289,14 +304,16 @@ class Runners:
                 while not place.watch.died.is_set() and self.problem is None:
                     await self._changed.wait()
         cause: DeathCause = "oom" if place.watch.ooms > ooms else cause_of(runner)
+        why = runner.problem or "its runner ended without an answer"
         if place.watch.died.is_set() and not self._killed:
             cause = place.watch.cause
         elif place.watch.engine_lost or not place.hub.connected:
             cause = "engine"
+        elif self._killed in ("timeout", "cancelled") and not runner.problem:
+            cause, why = "killed", "another call in it could only be ended together with all of it"
         await self._kill(cause)
         if running.refused:
             return SandboxDied(f"the sandbox was unfit for the call: {running.refused}", cause=cause, started=False)
-        why = runner.problem or "its runner ended without an answer"
         return SandboxDied(f"the sandbox was lost under the call ({cause}): {why}", cause=cause, started=True)
 
 

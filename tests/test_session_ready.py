@@ -52,8 +52,8 @@ async def test_ready_returns_once_the_next_runner_is_armed(engine_settings: Sett
             await session.call(code="print(1)")
             runners = next(iter(pool._shop.sandboxes.values()))._runners
             assert runners is not None
-            before = runners._runner
+            before = runners._lanes[0]
             await session.ready()
-            assert runners._runner is not None
-            assert runners._runner is not before
-            assert runners._runner.state is RunnerState.ARMED
+            assert runners._lanes[0] is not None
+            assert runners._lanes[0] is not before
+            assert runners._lanes[0].state is RunnerState.ARMED
