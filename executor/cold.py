@@ -11,14 +11,14 @@ from executor.attached import Attached, run_attached
 from executor.call import Call, carried, new_token
 from executor.docker import classify
 from executor.engine import Engine, ImageInfo, NameTaken
-from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, exec_result, never_began
+from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, TERM_CODE, exec_result, never_began
 from executor.profile import ContainerProfile, Identity
 from executor.result import CallResult, EmberpoolError, EngineUnavailable, ProfileMismatch, SandboxDied
 from executor.watch import EventHub, Watch
 
 log = structlog.get_logger("emberpool.cold")
 
-REMOVE_TIMEOUT = 20.0
+REMOVE_TIMEOUT = 10.0
 PROBE_TIMEOUT = 30.0
 GONE_PATIENCE = 2.0
 RUN_FAILED = 125
@@ -58,7 +58,7 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
         )
     watch = hub.watch(spec.identity.name)
     argv = call.client_argv(new_token()) if spec.python else call.argv
-    ours = True
+    ours, tried = True, False
     try:
         with carried(call, python=spec.python, image_env=(*spec.image.env, *spec.profile.env)) as (stdin, env_file):
             args = spec.profile.run_args(spec.image.id, *argv, identity=spec.identity, env_file=env_file)
@@ -69,10 +69,12 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
         # Where the name is another container's, nothing was made, and a removal by name would end that other one.
         ours = watch.created or end.code != RUN_FAILED or not isinstance(_refused(end), NameTaken)
         if ours:
+            tried = True
             await _gone(engine, watch, patient=end.ended_by != "deadline")
         return _outcome(end, watch, spec)
     finally:
-        if ours:
+        # An engine that would not remove it a moment ago is not asked twice: the caller waits for that.
+        if ours and not tried:
             await _gone(engine, watch, patient=False)
         hub.forget(spec.identity.name)
 
@@ -81,7 +83,8 @@ def _outcome(end: Attached, watch: Watch, spec: ColdSpec) -> CallResult:
     oom = bool(watch.ooms)
     if end.ended_by == "deadline":
         return exec_result(end, timed_out=True, oom=oom)
-    if watch.killed and watch.exit_code == KILL_CODE:
+    # An engine that is shut down, or a hand, sends SIGTERM first: that is no end of the code's own either.
+    if watch.killed and watch.exit_code in (KILL_CODE, TERM_CODE):
         raise SandboxDied("the container was killed under the cold call", cause="killed")
     if watch.exit_code is not None and watch.started:
         limits, cpus = spec.profile.limits, max(1.0, spec.profile.cpus or 1.0)

@@ -59,7 +59,8 @@ def classify(stderr: bytes, code: int, doing: str) -> EmberpoolError:
         if any(sign in lowered for sign in signs):
             if kind is EngineUnavailable:
                 return EngineUnavailable(f"the engine cannot be reached while {doing}: {short}", retry_after=1.0)
-            return kind(f"{doing}: {short}")
+            remedy = "; run: emberpool image build" if kind is ImageMissing else ""
+            return kind(f"{doing}: {short}{remedy}")
     return EngineFailed(f"the engine failed while {doing}: {short}", retry_after=1.0)
 
 
@@ -196,7 +197,9 @@ class CommandLineEngine:
         for line in done.stdout.decode("utf-8", "replace").splitlines():
             try:
                 raw = json.loads(line)
-                rows.append(Listed(id=raw["i"], name=raw["n"].split(",")[0], running=raw["s"].lower().startswith("up")))
+                status = raw["s"].lower()
+                running = status.startswith("up") and "(paused)" not in status
+                rows.append(Listed(id=raw["i"], name=raw["n"].split(",")[0], running=running))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise EngineFailed("the engine's listing of containers has an unknown form") from error
         return rows

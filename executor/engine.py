@@ -61,7 +61,7 @@ class ImageInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """One row of a listing by label."""
+    """One row of a listing by label. ``running`` is false for a paused container too."""
 
     id: str
     name: str

@@ -8,7 +8,7 @@ from executor.attached import Attached
 from executor.result import CallResult
 
 LIMIT_SIGNAL_CODE = 128 + int(getattr(signal, "SIGXCPU", 24))
-KILL_CODE = 128 + 9
+KILL_CODE, TERM_CODE = 128 + 9, 128 + 15
 CANNOT_RUN, NOT_FOUND = 126, 127
 
 

@@ -172,10 +172,9 @@ class Runners:
     def _free(self) -> ArmedRunner | None:
         """A runner for a call to claim now, if there is one.
 
-        Where nothing is at work, all have to be armed first: one that is half-way would start beside the call's code.
+        Where nothing is at work, all have to be armed first: one that is half-way would start beside the call's code. In a
+        sweep all but the one that sweeps are retired, so that there is none.
         """
-        if self._sweeping():
-            return None
         ready = [one for one in self._lanes if one and one.vouched and one.state is RunnerState.ARMED]
         ready = [one for one in ready if not one.retired]
         return ready[0] if ready and (len(ready) == len(self._lanes) or self._busy()) else None

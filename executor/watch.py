@@ -38,7 +38,7 @@ class Watch:
         self.ooms = 0
         self.died = anyio.Event()
         self.destroyed = anyio.Event()
-        self.engine_lost = False
+        self.paused = self.engine_lost = False
         self._execs: list[ExecWatch] = []
 
     def expect(self, argv: Sequence[str]) -> ExecWatch:
@@ -64,6 +64,11 @@ class Watch:
             self.killed = True
         elif event.action == "die":
             self.exit_code = event.exit_code
+            self.died.set()
+        elif event.action == "pause":
+            # Only a hand does this. Nothing in there runs or can be asked any more, and nobody says for how long: to
+            # whoever waits for it, it has ended, and its owner removes it.
+            self.paused = True
             self.died.set()
         elif event.action == "destroy":
             self.died.set()
@@ -92,7 +97,7 @@ class Watch:
         if self.engine_lost:
             return "engine"
         if self.exit_code is None:
-            return "unknown"
+            return "killed" if self.paused else "unknown"
         if self.ooms and self.exit_code == 137:
             return "oom"
         return "killed" if self.exit_code in (137, 143) else "unknown"

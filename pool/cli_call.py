@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import anyio
 import typer
 
 from executor.result import CallResult, EmberpoolError
+from pool import interrupts
 from pool.config import ConfigError, Settings, load_settings
 from pool.pool import SandboxPool
 
@@ -41,7 +41,7 @@ def call(
         source = None if python is None else _source(python)
         stdin = b"" if sys.stdin.isatty() or str(python) == "-" else sys.stdin.buffer.read()
         settings = one_shot(load_settings(config))
-        result = anyio.run(_call, settings, (agent, session), command, source, stdin, timeout)
+        result = interrupts.run(_call, settings, (agent, session), command, source, stdin, timeout)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(REFUSED) from None

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, TypeVar
 
-import anyio
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -19,6 +18,7 @@ from executor.debian import Report
 from executor.image import DEFAULT_IMAGE, ensure_image
 from executor.locate import find_engine
 from executor.result import EmberpoolError
+from pool import interrupts
 
 engine_app = typer.Typer(no_args_is_help=True, help="The container engine: find one, or run a private one.")
 image_app = typer.Typer(no_args_is_help=True, help="The image that sandboxes run.")
@@ -81,7 +81,7 @@ def _run(work: Callable[[Report], Awaitable[_T]]) -> _T:
     """Run ``work`` with progress; a refusal becomes one line on stderr and exit status 1, Ctrl-C exit status 130."""
     try:
         with _progress() as report:
-            return anyio.run(work, report)
+            return interrupts.run(work, report)
     except EmberpoolError as error:
         typer.echo(f"error: {_line(str(error))}", err=True)
         raise typer.Exit(1) from None

@@ -126,7 +126,7 @@ class EngineLink:
             self._since = f"{event.time // 1_000_000_000}.{event.time % 1_000_000_000:09d}"
         watch = self._hub.publish(event)
         n = self._shop.number(event.name)
-        if watch is not None and n is not None and event.action in ("die", "destroy"):
+        if watch is not None and n is not None and event.action in ("die", "destroy", "pause"):
             self._shell.feed(SandboxDied(n, watch.cause, self._shell.jitter()))
 
     async def _resync(self, engine: Engine) -> None:

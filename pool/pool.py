@@ -110,6 +110,7 @@ class SandboxPool:
             self.feed(ev.CloseBegan(anyio.current_time() + drain))
             with anyio.move_on_after(drain + STOP_PATIENCE):
                 await self._gone.wait()
+            left = await self._shop.last_sweep()
         self._tasks.cancel_scope.cancel()
         cancelled = error is not None and isinstance(error, anyio.get_cancelled_exc_class())
         try:
@@ -117,7 +118,6 @@ class SandboxPool:
                 return await self._caller.__aexit__(kind, error, trace)
             await self._caller.__aexit__(None, None, None)
         finally:
-            left = sorted(self._shop.names)
             if left:
                 self._log.error(
                     "pool.left_behind", containers=left, hint="the next start with this state_dir removes them"

@@ -438,6 +438,9 @@ class PoolState:
             if waiter.kind == "call" and self.sessions[waiter.key].sandbox is not None:
                 message = f"the session's earlier calls took this call's whole deadline ({waited}); it never started"
                 self._refuse_now(waiter.id, RefusalKind.SESSION_BUSY, message, 1.0)
+            elif not self.health.reachable:
+                message = f"the engine has not answered within {waited}; look at it with: emberpool engine status"
+                self._refuse_now(waiter.id, RefusalKind.ENGINE_UNAVAILABLE, message, 1.0)
             else:
                 what = "cold place" if waiter.kind == "cold" else "sandbox"
                 message = f"no {what} became free within {waited}; retry, or raise the pool's limits"

@@ -84,6 +84,9 @@ LATE_START = 120.0
 """Seconds for which a start of unknown result stays in the ledger although its container is not there: a daemon that
 hung may carry it out after all."""
 
+LAST_SWEEP = 5.0
+"""Seconds for which a pool that ends waits for the removal of what its ledger still names."""
+
 
 class Workshop:
     """All containers of one pool instance. ``instance`` is random for each start of a pool."""
@@ -273,6 +276,17 @@ class Workshop:
             self._state.drop(entry.name)
             swept += 1
         return swept
+
+    async def last_sweep(self) -> list[str]:
+        """Sweep once more as the pool ends; the names of the containers that may exist all the same."""
+        try:
+            if self.connection is not None and any(one.name not in self._users for one in self._state.entries()):
+                with anyio.move_on_after(LAST_SWEEP):
+                    await self.sweep()
+            return sorted({*self._users, *(entry.name for entry in self._state.entries())})
+        except PoolUnusable as error:
+            log.warning("pool.not_swept", pool=self._state.pool_id, error=str(error))
+            return sorted(self._users)
 
     async def _remove_own(self, entry: Entry) -> None:
         engine = self._require().engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from executor.result import CallResult, EmberpoolError, SandboxDied
-from pool import logs
+from pool import interrupts, logs
 from pool.config import Settings
 from pool.pool import SandboxPool
 from pool.session import Session
@@ -148,9 +147,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     logs.configure(options.log_level)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: in order
     try:
-        anyio.run(demo, max(1, options.rounds))
+        interrupts.run(demo, max(1, options.rounds))
     except EmberpoolError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

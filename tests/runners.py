@@ -28,8 +28,8 @@ class Site:
     tasks: TaskGroup
     staging: Path
 
-    async def start(self, *, calls: int = 1, grace: float = 2.0) -> Sandbox:
-        """Start the sandbox, its runner armed."""
+    async def start(self, *, calls: int = 1, parallel: int = 1, grace: float = 2.0) -> Sandbox:
+        """Start the sandbox, its runners armed."""
         spec = SandboxSpec(
             identity=Identity(name=NAME, labels={LABEL_POOL: "test"}),
             profile=ContainerProfile(user="1:1", cpu_limit=False),
@@ -38,7 +38,7 @@ class Site:
             staging=str(self.staging),
             nonce=NONCE,
             lifetime=1e6,
-            runner=RunnerOptions(calls=calls, grace=grace),
+            runner=RunnerOptions(calls=calls, parallel=parallel, grace=grace),
         )
         return await start_sandbox(self.engine, self.hub, spec, python=True, tasks=self.tasks)
 

@@ -82,7 +82,7 @@ class ScriptedEngine:
     ``lose`` are event actions that are never told; ``repeat`` tells each event twice; ``event_delay`` tells them late.
     ``patch`` changes an inspect record; ``inside`` changes what a probe or a hello tells of each file, ``hello`` a hello's
     facts. ``misdeeds`` are what runners do wrong, by place (``tests.scripted_runner``); ``runners`` are all that there
-    were. Without ``python`` the image has none. ``untold`` are the starts whose container's ID was never told. ``before``
+    were. ``gates`` are the names that a call's step ``gate NAME`` waits for. Without ``python`` the image has none. ``untold`` are the starts whose container's ID was never told. ``before``
     is called with each operation; ``asked`` counts them; ``told`` are all events.
     """
 
@@ -97,6 +97,7 @@ class ScriptedEngine:
         self.hello: Callable[[dict[str, Any]], None] = lambda facts: None
         self.misdeeds: defaultdict[str, list[Misdeed]] = defaultdict(list)
         self.runners: list[ScriptedRunner] = []
+        self.gates: set[str] = set()
         self.before: Callable[[str], None] = lambda operation: None
         self.images = {"default": IMAGE}
         self.up_now = True
@@ -395,6 +396,9 @@ class ScriptedEngine:
                 await anyio.sleep_forever()
             elif word == "lose":
                 channel.end(255, "error during connect: EOF")
+            elif word == "gate":
+                while rest not in self.gates:  # noqa: ASYNC110 - a set has no event
+                    await anyio.sleep(0.001)
             elif word == "linger":
                 # The process ends, and something that it started keeps its streams open.
                 if exec_id in box.execs:
@@ -416,7 +420,7 @@ class ScriptedEngine:
         if LOADER in argv:
             program = await read_field(channel.stdin)
             if program == runner_program():
-                return await self._runner(channel, box, user, special)
+                return await self._runner(channel, box, user, special, exec_id)
             asked = Asked("exit 125") if program is None else await read_request(channel.stdin)
         box.busy += 1
         try:
@@ -426,7 +430,11 @@ class ScriptedEngine:
         finally:
             box.busy -= 1
 
-    async def _runner(self, channel: ScriptedChannel, box: Box, user: str, special: Special) -> int:
+    async def _runner(self, channel: ScriptedChannel, box: Box, user: str, special: Special, exec_id: str) -> int:
+        def sweep() -> None:
+            for other in [one for one in box.execs if one != exec_id]:
+                self._end_exec(box, other)
+
         def busy(more: int) -> None:
             box.busy += more
 
@@ -434,7 +442,7 @@ class ScriptedEngine:
         facts["alone"] = box.busy == 0
         self.hello(facts)
         tell_oom = partial(self._tell, "oom", box)
-        runner = ScriptedRunner(self, channel, facts, special=special, tell_oom=tell_oom, busy=busy)
+        runner = ScriptedRunner(self, channel, facts, special=special, tell_oom=tell_oom, busy=busy, sweep=sweep)
         self.runners.append(runner)
         return await runner.run()
 

@@ -1,8 +1,8 @@
 """A runner in memory: what ``executor/runner.py`` is on a real engine, with every way in which one could misbehave.
 
 A misdeed is a coroutine function that is run once at one place of a runner's life (``ScriptedEngine.misdeeds``): before
-its ``hello``, before it is ``armed``, once it rests armed (``idle``), when a ``call`` has come, and before ``done`` and
-``clean``. Where it returns true, what the runner would have said there is left out.
+its ``hello``, before it is ``armed``, once it rests armed (``idle``), when a ``call`` has come, and before ``done``,
+before it is ``told`` how to clean up (where it shares its sandbox) and before ``clean``. Where it returns true, what the runner would have said there is left out.
 """
 
 from __future__ import annotations
@@ -194,7 +194,9 @@ class Engine(Protocol):
 
 
 class ScriptedRunner:
-    """One runner, from its loader to its end. ``hello`` are its facts; ``most_input`` the most stdin that ever waited."""
+    """One runner, from its loader to its end. ``hello`` are its facts; ``most_input`` the most stdin that ever waited;
+    ``served`` the code of its calls; ``told`` what each FINISH told it: whether to sweep, which
+    ``sweep`` does to the other execs."""
 
     def __init__(
         self,
@@ -205,11 +207,15 @@ class ScriptedRunner:
         special: Special,
         tell_oom: Callable[[], None],
         busy: Callable[[int], None],
+        sweep: Callable[[], None],
     ) -> None:
         self.channel, self.hello = channel, hello
-        self.special, self.tell_oom, self._busy = special, tell_oom, busy
+        self.special, self.tell_oom, self._busy, self.sweep = special, tell_oom, busy, sweep
         self.seq = self.most_input = 0
         self.heard: list[int] = []
+        self.served: list[str] = []
+        self.told: list[bool] = []
+        self._inbox = bytearray()
         self.config: dict[str, Any] = {}
         self._engine = engine
 
@@ -253,22 +259,38 @@ class ScriptedRunner:
             program = await self._serve(payload)
             if not await self._place("done"):
                 self.say(frames.DONE, json.dumps(program.report()).encode("ascii"))
+            beside = self.config["shared"] and not await self._told_to_sweep()
             if not await self._place("clean"):
                 self.say(frames.DIRTY if program.dirty else frames.CLEAN, b"0.001")
-            left -= 1
-            if program.dirty or program.host_gone or program.cancelled or left == 0:
+            left -= not beside
+            if program.dirty or program.host_gone or (not beside and (program.cancelled or left == 0)):
                 return
 
+    async def _told_to_sweep(self) -> bool:
+        if await self._place("told"):
+            return False
+        while (frame := await self._frame()) is not None:
+            kind, seq, payload = frame
+            if kind == frames.FINISH and seq == self.seq:
+                self.told.append(payload == frames.FINISH_ALL)
+                if self.told[-1]:
+                    self.sweep()
+                return self.told[-1]
+        return True
+
     async def _frame(self) -> tuple[int, int, bytes] | None:
-        head = await self.channel.stdin.exactly(9)
-        if len(head) < 9:
-            return None
-        size = int.from_bytes(head[5:9], "big")
-        payload = await self.channel.stdin.exactly(size)
-        if len(payload) < size:
-            return None
-        self.heard.append(head[0])
-        return head[0], int.from_bytes(head[1:5], "big"), payload
+        # Taken whole or not at all: who listens during a call is cancelled at its end.
+        inbox = self._inbox
+        while len(inbox) < 9 or len(inbox) < 9 + int.from_bytes(inbox[5:9], "big"):
+            data = await self.channel.stdin.read()
+            if not data:
+                return None
+            inbox += data
+        size = int.from_bytes(inbox[5:9], "big")
+        kind, seq, payload = inbox[0], int.from_bytes(inbox[1:5], "big"), bytes(inbox[9 : 9 + size])
+        del inbox[: 9 + size]
+        self.heard.append(kind)
+        return kind, seq, payload
 
     async def _next_call(self) -> bytes | None:
         while (frame := await self._frame()) is not None:
@@ -298,6 +320,7 @@ class ScriptedRunner:
     async def _program(self, program: Program) -> None:
         request = program.request
         steps = request["code"] if "code" in request else " ".join(request["argv"])
+        self.served.append(steps)
         try:
             program.end = ProgramEnded(code=await run_steps(Asked(steps, request["env"]), program, program.special))
         except ProgramEnded as end:

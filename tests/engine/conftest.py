@@ -76,10 +76,12 @@ class Room:
                 await self.engine.remove(spec.identity.name)
 
     @asynccontextmanager
-    async def armed(self, *, calls: int = 0, grace: float = 0.5, **changes: Any) -> AsyncIterator[Sandbox]:
+    async def armed(
+        self, *, calls: int = 0, parallel: int = 1, grace: float = 0.5, **changes: Any
+    ) -> AsyncIterator[Sandbox]:
         """A sandbox whose calls go to runners (``calls`` for each exec, 0 for no limit), removed at the end."""
         profile = {"cpu_limit": False, **changes.pop("profile", {})}
-        options = RunnerOptions(calls=calls, grace=grace, preload=changes.pop("preload", ()))
+        options = RunnerOptions(calls=calls, parallel=parallel, grace=grace, preload=changes.pop("preload", ()))
         spec = self.spec(profile=profile, runner=options, **changes)
         async with anyio.create_task_group() as tasks:
             box = None
