@@ -246,6 +246,14 @@ def _combinations(settings: Settings) -> Iterator[Problem]:
             f"{value(call, 'timeout', format_duration(call.timeout))} is above pool.max_lifetime "
             f"({format_duration(pool.max_lifetime)}); a call must fit into its sandbox's life",
         )
+    # Each runner is a process and the one that waits for its call; PID 1 and its child are two more.
+    taken = 2 * call.parallel + 2
+    if settings.sandbox.pids < taken + call.parallel:
+        yield Problem(
+            "call.parallel",
+            f"{value(call, 'parallel', str(call.parallel))} runners take {taken} of sandbox.pids "
+            f"({settings.sandbox.pids}), which leaves the calls too few; lower one or raise the other",
+        )
     needed = pool.max_sandboxes + pool.max_cold + 1
     if uids.count < needed:
         yield Problem(

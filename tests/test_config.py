@@ -212,6 +212,12 @@ def test_call_timeout_has_to_fit_into_a_sandbox_life() -> None:
     assert Settings(pool={"max_lifetime": "30s"}, call={"timeout": "30s"}).call.timeout == 30.0
 
 
+def test_runners_must_leave_the_calls_some_pids() -> None:
+    with pytest.raises(ConfigError, match=r"call\.parallel: 64 runners take 130 of sandbox\.pids \(128\)"):
+        Settings(call={"parallel": 64})
+    assert Settings(call={"parallel": 64}, sandbox={"pids": 256}).call.parallel == 64
+
+
 def test_uid_range_needs_a_uid_for_each_container_and_one_for_pid_1() -> None:
     with pytest.raises(ConfigError, match=r"sandbox\.uid_range: 5000:10 has 10 uids; .*\(8\).*\(2\).* need 11"):
         Settings(sandbox={"uid_range": "5000:10"})
