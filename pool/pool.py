@@ -122,7 +122,7 @@ class SandboxPool:
                 self._log.error(
                     "pool.left_behind", containers=left, hint="the next start with this state_dir removes them"
                 )
-            if not left and self._shop.connection is not None:
+            if self._shop.connection is not None:
                 remove_parent(self._shop.connection.profile.cgroup_parent)
             self._directory.close()
             self._log.info("pool.closed")
