@@ -15,7 +15,7 @@ from executor.call import LOADER, Call, new_token
 from executor.engine import Engine
 from executor.frames import Report
 from executor.profile import CALL_ENV, exec_args
-from executor.result import CallResult, DeathCause, EmberpoolError, EngineUnavailable, ProfileMismatch, SandboxDied
+from executor.result import CallResult, DeathCause, EmberpoolError, EngineUnavailable, SandboxDied
 from executor.stream import Sink
 from executor.watch import EventHub, ExecWatch, Watch
 
@@ -28,6 +28,8 @@ ANSWER_PATIENCE = 1.0
 """Seconds beyond deadline and grace in which a runner may still answer; silence after that is not life."""
 EVENT_PATIENCE = 2.0
 RETRY = 0.5
+MAX_FRUITLESS = 10
+"""Execs in a row that a reachable engine did not make, after which the sandbox is not worth waiting for."""
 KILLED_PATIENCE = 0.3
 SIGXCPU, SIGKILL = 24, 9
 KILL_CODE = 128 + SIGKILL
@@ -37,7 +39,7 @@ KILL_CODE = 128 + SIGKILL
 class Place:
     """Where the runners are: the sandbox's container, the users in it, and what to do when it must go.
 
-    ``check`` compares a hello with the profile and raises ``ProfileMismatch``; ``kill`` ends everything in the container.
+    ``check`` compares a hello with the profile and raises what is wrong with it; ``kill`` ends everything in the container.
     """
 
     engine: Engine
@@ -63,11 +65,10 @@ class Runners:
 
     def __init__(self, place: Place) -> None:
         self.over = False
-        self.missing = False
         self.problem: EmberpoolError | None = None
         self._place = place
         self._lanes: list[ArmedRunner | None] = [None] * place.parallel
-        self._killed = ""
+        self._killed, self._fruitless = "", 0
         self._changed = anyio.Event()
 
     def _notify(self) -> None:
@@ -117,11 +118,12 @@ class Runners:
             if state is not RunnerState.STARTING and not runner.vouched:
                 try:
                     self._place.check(runner.facts)
-                except ProfileMismatch as error:
+                except EmberpoolError as error:
                     self.problem = error
                     runner.scope.cancel()
                     return
                 runner.vouched = True
+                self._fruitless = 0
                 self._notify()
             if state is RunnerState.CLEANING and self._place.config.shared:
                 await self._clean_up(runner)
@@ -199,9 +201,10 @@ class Runners:
                     await place.watch.died.wait()
             if place.watch.died.is_set():
                 return
-            if expected.exit_code is None and (not place.hub.connected or not expected.created):
-                # The engine was lost, or never made the exec. The container may live on, and arms again once it can;
-                # an image without Python shows itself here too: its exec is made, and its program is not there.
+            unmade = expected.exit_code is None and (not place.hub.connected or not expected.created)
+            self._fruitless += place.hub.connected
+            if unmade and self._fruitless < MAX_FRUITLESS:
+                # The engine was lost, or never made the exec. The container may live on, and arms again once it can.
                 log.info(
                     "runner.not_armed",
                     sandbox=place.watch.name,
@@ -209,16 +212,13 @@ class Runners:
                 )
                 await anyio.sleep(RETRY)
                 return
-            if runner.last is RunnerState.STARTING and expected.exit_code in (126, 127):
-                self.missing = True
         reason = runner.problem or f"the runner ended while {runner.last.value}"
         if self.problem is None:
             self.problem = SandboxDied(
                 f"the sandbox's runner cannot be trusted any more: {reason}", cause=cause_of(runner), started=False
             )
         log.warning("runner.lost", sandbox=place.watch.name, reason=reason)
-        if not self.missing:
-            await self._kill(cause_of(runner))
+        await self._kill(cause_of(runner))
 
     async def _kill(self, why: str) -> None:
         if not self._place.watch.died.is_set():

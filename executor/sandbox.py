@@ -23,6 +23,7 @@ from executor.result import (
     EngineUnavailable,
     InvalidCall,
     ProfileMismatch,
+    SandboxDied,
 )
 from executor.runners import Place, Runners
 from executor.stream import CallStream, Sink
@@ -158,14 +159,18 @@ class Sandbox:
                 ("nonce in /tool", "nonce", spec.nonce),
                 ("runner protected from tool code", "undumpable", True),
                 ("orphans come home to the runner", "subreaper", True),
-                ("nothing else runs", "alone", True),
                 ("runner's own problem", "problem", ""),
             )
         ]
+        if not isinstance(facts.get("alone"), bool):
+            own.append(Finding("what else runs", "known", facts.get("alone"), "unreadable"))
         texts = (
             {key: value for key, value in files.items() if isinstance(value, str)} if isinstance(files, dict) else {}
         )
         require([*own, *check_files(texts, spec.profile, user=spec.user, seccomp=spec.seccomp)])
+        if facts["alone"] is not True:
+            # Somebody's exec by hand, or what an earlier call left: the boundary stands, but this sandbox is not fit.
+            raise SandboxDied("a process of unknown origin was found in the sandbox", cause="runner", started=False)
 
     def _poison(self, why: str) -> None:
         self.poisoned = self.poisoned or why

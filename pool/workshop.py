@@ -29,7 +29,15 @@ from executor.profile import (
     Identity,
     Limits,
 )
-from executor.result import CallResult, EmberpoolError, EngineFailed, EngineUnavailable, PoolUnusable
+from executor.result import (
+    CallResult,
+    EmberpoolError,
+    EngineFailed,
+    EngineUnavailable,
+    ImageMissing,
+    PoolUnusable,
+    ProfileMismatch,
+)
 from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
 from executor.watch import EventHub
 from pool.config import Settings
@@ -183,7 +191,11 @@ class Workshop:
             self._untold.discard(name)
 
         self._untold.add(name)
-        box = await start_sandbox(link.engine, self._hub, spec, python=python, tasks=self._tasks, created=created)
+        try:
+            box = await start_sandbox(link.engine, self._hub, spec, python=python, tasks=self._tasks, created=created)
+        except (ImageMissing, ProfileMismatch, EngineFailed):
+            self._untold.discard(name)  # the engine has answered: it will not carry the start out later
+            raise
         self.sandboxes[n] = box
         return box
 

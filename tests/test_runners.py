@@ -385,7 +385,7 @@ def _drops_files(facts: dict[str, Any]) -> None:
 WEAKER: dict[str, Callable[[dict[str, Any]], object]] = {
     "dumpable": lambda facts: facts.update(undumpable=False),
     "no subreaper": lambda facts: facts.update(subreaper=False),
-    "not alone": lambda facts: facts.update(alone=False),
+    "alone unknown": lambda facts: facts.update(alone="perhaps"),
     "another nonce": lambda facts: facts.update(nonce="another"),
     "a problem": lambda facts: facts.update(problem="preload: left a thread"),
     "1 for true": lambda facts: facts.update(undumpable="yes"),
@@ -415,6 +415,13 @@ async def test_a_weaker_hello_of_a_later_exec_gets_no_call(place: Site, what: st
     assert isinstance(await _call(box, "echo never"), ProfileMismatch)
     assert frames.CALL not in place.engine.runners[1].heard
     await _gone(place)
+
+
+async def test_a_process_of_unknown_origin_is_no_weaker_profile_but_an_unfit_sandbox(place: Site) -> None:
+    place.engine.hello = lambda facts: facts.update(alone=False)
+    error = await outcome(place.start)
+    assert isinstance(error, SandboxDied)
+    assert (error.cause, error.started) == ("runner", False)
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
