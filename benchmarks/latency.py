@@ -75,7 +75,7 @@ def main(
     config: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Configuration: [sandbox] and [call] are used, [pool] is the benchmark's own."
+            metavar="FILE", help="Configuration: \\[sandbox] and \\[call] are used, \\[pool] is the benchmark's own."
         ),
     ] = None,
     mode: Annotated[

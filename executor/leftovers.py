@@ -14,7 +14,7 @@ import structlog
 from executor import process
 from executor.debian import system_environment
 from executor.paths import EnginePaths
-from executor.proc import KILL_WAIT, argv_of, gone, pidfd, pids, stat_number
+from executor.proc import KILL_WAIT, argv_of, gone, pidfd, pids, shares_files, stat_number
 
 log = structlog.get_logger("emberpool.engine")
 
@@ -32,7 +32,7 @@ async def sweep_containers(paths: EnginePaths) -> bool:
     def is_shim(argv: tuple[str, ...]) -> bool:
         return Path(argv[0]).name.startswith("containerd-shim") and words in pairwise(argv)
 
-    for shim in [pid for pid in pids() if is_shim(argv_of(pid) or ("",))]:
+    for shim in [pid for pid in pids() if is_shim(argv_of(pid) or ("",)) and shares_files(pid)]:
         for pid in pids():
             with pidfd(pid, lambda pid=pid, shim=shim: stat_number(pid, 1) == shim) as fd:  # type: ignore[misc]
                 if fd is not None:
@@ -43,7 +43,8 @@ async def sweep_containers(paths: EnginePaths) -> bool:
 async def _sweep(wanted: Callable[[tuple[str, ...]], bool]) -> bool:
     found = False
     for pid in pids():
-        with pidfd(pid, lambda pid=pid: wanted(argv_of(pid) or ("",))) as fd:  # type: ignore[misc]
+        # In a root directory of its own, a process with the same paths is another engine's.
+        with pidfd(pid, lambda pid=pid: wanted(argv_of(pid) or ("",)) and shares_files(pid)) as fd:  # type: ignore[misc]
             if fd is None:
                 continue
             found = True

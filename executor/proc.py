@@ -57,6 +57,15 @@ def argv_of(pid: int) -> tuple[str, ...]:
     return tuple(os.fsdecode(word) for word in raw.split(b"\0")[:-1])
 
 
+def shares_files(pid: int) -> bool:
+    """Whether a process has this one's root directory: the same path names the same file to both."""
+    try:
+        theirs, ours = Path(f"/proc/{pid}/root").stat(), Path("/").stat()
+    except OSError:
+        return False
+    return (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino)
+
+
 def stat_number(pid: int, index: int) -> int:
     """A number of ``/proc/PID/stat``, counted from the state after the name; -1 where the process is gone."""
     try:

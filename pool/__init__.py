@@ -5,6 +5,7 @@ from executor.result import CallResult as CallResult
 from executor.result import EmberpoolError as EmberpoolError
 from executor.stream import CallStream as CallStream
 from executor.stream import Output as Output
+from pool import logs as logs
 from pool.config import Settings as Settings
 from pool.config import load_settings as load_settings
 from pool.pool import SandboxPool as SandboxPool

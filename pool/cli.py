@@ -24,7 +24,7 @@ app.command("call")(call)
 
 @app.callback()
 def _options(
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = "warning",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = "error",
 ) -> None:
     try:
         logs.configure(log_level)

@@ -111,7 +111,7 @@ class EngineLink:
             if self._shop.connection is not None:
                 # What runs needs its image no more: follow it, and let the next start find out.
                 return self._shop.connection.image
-            message = f"the image {self._settings.sandbox.image} is not on the engine; run: emberpool image build"
+            message = f"the image {self._settings.sandbox.image} is not on the engine; run: emberpool image build --image {self._settings.sandbox.image}"
             raise ImageMissing(message, retry_after=error.retry_after) from error
 
     def _take(self, event: EngineEvent) -> None:

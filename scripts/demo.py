@@ -146,13 +146,17 @@ def main() -> None:
         "--log-level", default="error", help="show the pool's own log from this level on (default error)"
     )
     options = parser.parse_args()
-    logs.configure(options.log_level)
+    try:
+        logs.configure(options.log_level)
+    except KeyError:
+        parser.error(f"--log-level {options.log_level!r} is none of debug, info, warning, error")
     try:
         interrupts.run(demo, max(1, options.rounds))
     except EmberpoolError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted; the pool was closed and its containers removed")
+        print("interrupted; the pool was closed and its containers removed", file=sys.stderr)  # noqa: T201 - the last word
+        sys.exit(130)
 
 
 if __name__ == "__main__":

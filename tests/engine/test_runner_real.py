@@ -77,7 +77,7 @@ async def test_cancelled_call_takes_its_tree_with_it_and_the_sandbox_lives(real_
     async with real_engine.armed(calls=1, grace=0.1) as box:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(box.call, Call(code=code))
-            await forked(box.name)
+            await forked(real_engine, box.name)
             tasks.cancel_scope.cancel()
         after = await box.call(Call(code="import os\nprint(sum(n.isdigit() for n in os.listdir('/proc')))"))
         assert after.stdout == b"4\n"  # PID 1, its child, the runner, the call
@@ -141,7 +141,7 @@ async def test_runner_that_loses_its_host_ends_with_everything_of_its_call(real_
         async with anyio.create_task_group() as tasks:
 
             async def lose() -> None:
-                await forked(box.name)
+                await forked(real_engine, box.name)
                 for place in clients(box.name):
                     if b"\0exec\0" in place.read_bytes():
                         os.kill(int(place.parent.name), 9)
@@ -153,12 +153,12 @@ async def test_runner_that_loses_its_host_ends_with_everything_of_its_call(real_
         assert box.poisoned
 
 
-async def forked(name: str) -> None:
+async def forked(room: Room, name: str) -> None:
     """Return once a call's process and its child run in the container: with PID 1, its child and the runner, five."""
     with anyio.fail_after(30):
         while True:
             shown = await anyio.run_process(
-                ["docker", "top", name, "-o", "pid"], check=False, stderr=subprocess.DEVNULL
+                [*room.engine.endpoint.argv, "top", name, "-o", "pid"], check=False, stderr=subprocess.DEVNULL
             )
             if len(shown.stdout.split(b"\n")) > 6:
                 return

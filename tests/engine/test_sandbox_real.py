@@ -91,7 +91,7 @@ async def test_cancelled_call_takes_the_container_with_it(real_engine: Room) -> 
     async with real_engine.sandbox() as box:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(box.call, Call(code=BLOCK))
-            await seen_inside(box.name)
+            await seen_inside(real_engine, box.name)
             tasks.cancel_scope.cancel()
         assert box.poisoned == "cancelled"
         await box.watch.died.wait()
@@ -106,7 +106,7 @@ async def test_lost_client_takes_the_container_with_it_and_is_no_result(real_eng
         async with anyio.create_task_group() as tasks:
 
             async def lose() -> None:
-                await seen_inside(box.name)
+                await seen_inside(real_engine, box.name)
                 for place in clients(box.name):
                     if b"\0exec\0" in place.read_bytes():
                         os.kill(int(place.parent.name), signal.SIGKILL)
@@ -175,7 +175,7 @@ async def test_container_ended_by_hand_under_a_call_is_a_death_and_not_exit_137(
         async with anyio.create_task_group() as tasks:
 
             async def end() -> None:
-                await seen_inside(box.name)
+                await seen_inside(real_engine, box.name)
                 await real_engine.engine._ask(*how, box.name, doing="ending a sandbox by hand")
 
             tasks.start_soon(end)
@@ -206,7 +206,7 @@ async def test_nothing_of_a_call_shows_outside(real_engine: Room) -> None:
     for call in calls:
         async with real_engine.sandbox() as box, anyio.create_task_group() as tasks:
             tasks.start_soon(box.call, call)
-            await seen_inside(box.name)
+            await seen_inside(real_engine, box.name)
             await anyio.to_thread.run_sync(look_at_clients, box.name, looked)
             tasks.cancel_scope.cancel()
     events = await real_engine.engine._ask(
@@ -369,10 +369,10 @@ async def test_image_without_python_runs_programs_and_refuses_code(real_engine: 
         assert box.poisoned == ""
 
 
-async def seen_inside(name: str) -> None:
+async def seen_inside(room: Room, name: str) -> None:
     """Return once a client of ``name`` carries a call (that is, an exec's process runs in the container)."""
     with anyio.fail_after(30):
-        while not (clients(name) and inside(name)):  # noqa: ASYNC110 - the engine tells of its processes when asked
+        while not (clients(name) and inside(room, name)):  # noqa: ASYNC110 - the engine tells of its processes when asked
             await anyio.sleep(0.02)
 
 
@@ -389,9 +389,9 @@ def clients(name: str) -> list[Path]:
     return found
 
 
-def inside(name: str) -> bool:
+def inside(room: Room, name: str) -> bool:
     """Whether more than the keeper's own two processes run in the container."""
-    done = subprocess.run(["docker", "top", name, "-o", "pid"], capture_output=True, check=False)
+    done = subprocess.run([*room.engine.endpoint.argv, "top", name, "-o", "pid"], capture_output=True, check=False)
     return len(done.stdout.split(b"\n")) > 4
 
 
