@@ -85,7 +85,7 @@ async def test_missing_and_unrunnable_commands_are_unavailable(tmp_path: Path) -
 
 async def test_error_message_holds_no_argument_beyond_the_command() -> None:
     with pytest.raises(EngineUnavailable) as caught:
-        await run(["sleep", "600", "secret"], ENV, timeout=0.001)
+        await run(["sh", "-c", "exec sleep 600", "secret"], ENV, timeout=0.05)
     assert "secret" not in str(caught.value)
 
 
