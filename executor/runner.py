@@ -307,6 +307,16 @@ class Runner:
         poll.poll(0)
         return child.prepared()
 
+    def practise(self, child):
+        """Carry out a call that does nothing, and say nothing of it: the first call that counts is then not the first."""
+        self.rehearse(child)
+        header = json.dumps({"timeout": 10.0, "grace": 1.0, "max_output": 0, "credit": None}).encode("ascii")
+        request = json.dumps({"env": {}, "cwd": "/", "cpu_seconds": None, "code": ""}).encode("ascii")
+        call = self.serve(child, len(header).to_bytes(4, "big") + header + request, [])
+        json.dumps(call.report())
+        child.close()
+        self.outbox.clear()
+
     # --- one call -----------------------------------------------------------------------------------------------------
 
     def serve(self, child, payload, frames):
@@ -958,6 +968,10 @@ def run(config):
     }
     if libc is not None:
         warm_up(config["preload"], facts)
+        child = fork_ahead(libc)
+        if child is None:
+            return become(libc, config, hidden=config["shared"])
+        runner.practise(child)
     runner.send(HELLO, json.dumps(facts).encode("ascii"))
     if libc is None:
         runner.flush_all()
