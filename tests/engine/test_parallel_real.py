@@ -65,7 +65,7 @@ async def together(box: Sandbox, *calls: Call) -> list[object]:
 async def told(box: Sandbox, code: str, fits: Callable[[bytes], bool]) -> None:
     """Ask the sandbox from inside until the answer fits."""
     with anyio.fail_after(30):
-        while not fits((await box.call(Call(code=code))).stdout):
+        while not fits((await box.call(Call(code=code))).stdout):  # noqa: ASYNC110 - the sandbox is asked, it tells nothing
             # A call right after an answer runs beside that call's clean-up; only a pause lets the sandbox come to rest.
             await anyio.sleep(0.5)
 
