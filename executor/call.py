@@ -6,6 +6,7 @@ and the program that carries the call out, its request and its stdin follow on t
 
 from __future__ import annotations
 
+import copy
 import re
 import secrets
 import struct
@@ -84,6 +85,12 @@ class Call:
         if not isinstance(self.max_output, int) or not _is_number(self.max_output) or self.max_output < 0:
             raise InvalidCall(f"max_output must be 0 or more whole bytes; it is {self.max_output!r:.40}")
         _check_env(self.env)
+
+    def within(self, seconds: float) -> Call:
+        """The same call with ``seconds`` left; what was checked once is not checked again."""
+        call = copy.copy(self)
+        object.__setattr__(call, "timeout", seconds)
+        return call
 
     @property
     def kind(self) -> str:

@@ -178,7 +178,7 @@ class SandboxPool:
             await place.answered.wait()
             if isinstance(place.answer, ev.Refuse):
                 raise error_of(place.answer.refusal)
-            return await self._run(place, lambda left: self._shop.cold(replace(call, timeout=left)), deadline)
+            return await self._run(place, lambda left: self._shop.cold(call.within(left)), deadline)
         finally:
             self._leave(waiter)
             self.feed(ev.CallEnded(waiter) if isinstance(place.answer, ev.RunCold) else ev.WaiterGone(waiter))
@@ -253,7 +253,7 @@ class SandboxPool:
             n = place.answer.n
             box = self._shop.sandboxes[n]
             try:
-                result = await self._run(place, lambda left: box.call(replace(call, timeout=left), sink), deadline)
+                result = await self._run(place, lambda left: box.call(call.within(left), sink), deadline)
             finally:
                 poisoned = box.poisoned
             result = replace(result, generation=f"{self._shop.instance}-{n}")

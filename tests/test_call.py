@@ -264,6 +264,12 @@ def test_traceback_shows_the_code_and_none_of_our_frames(code: str, last: str, s
         assert ours not in text
 
 
+def test_call_within_other_seconds_is_otherwise_the_same_and_leaves_the_first_alone() -> None:
+    call = Call(code="x", stdin=b"in", env={"A": "b"}, timeout=9.0)
+    assert call.within(2.5) == Call(code="x", stdin=b"in", env={"A": "b"}, timeout=2.5)
+    assert call.timeout == 9.0
+
+
 @posix
 def test_code_runs_as_main_without_our_names() -> None:
     code = """
