@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import pytest
 from executor import daemon, private
 from executor.leftovers import mounts_below
 from executor.paths import EnginePaths, engine_paths
+from executor.proc import shares_files
 
 pytestmark = pytest.mark.anyio
 
@@ -103,3 +105,15 @@ def test_mounts_below_are_found_in_order_and_no_others() -> None:
     lines += [r"4 2 0:9 / /e/data/a\040b/merged rw - overlay overlay rw"]
     found = mounts_below("\n".join(lines), (Path("/e/data"),))
     assert found == [Path("/e/data"), Path("/e/data/a b/merged")]
+
+
+@pytest.mark.skipif(not hasattr(os, "chroot") or os.geteuid() != 0, reason="only root may change its root directory")
+def test_a_process_with_another_root_directory_shares_no_files(tmp_path: Path) -> None:
+    assert shares_files(os.getpid())
+    code = f"import os, sys; os.chroot({str(tmp_path)!r}); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"\n"
+        assert not shares_files(other.pid)
+        other.communicate()
+    assert not shares_files(other.pid)

@@ -338,6 +338,37 @@ def test_deaths_by_an_engine_restart_do_not_count() -> None:
     assert core.all(ev.StartSandbox)
 
 
+def test_an_engine_that_goes_down_in_order_is_forgiven_the_deaths_just_before() -> None:
+    core = Core(replace(BARE, restart_limit=0, engine_grace=15.0))
+    grant = core.granted("a")
+    core.feed(ev.SandboxDied(grant.n, "killed"))
+    core.stop_all()
+    core.feed(ev.EngineDown(UNREACHABLE, 1.0), after=5.0)
+    core.feed(ev.EngineUp(), after=1.0)
+    assert core.all(ev.StartSandbox)
+
+
+def test_an_engine_that_is_down_already_forgives_nothing_more() -> None:
+    core = Core(replace(BARE, restart_limit=0, engine_grace=15.0))
+    grant = core.granted("a")
+    core.feed(ev.EngineDown(UNREACHABLE, 1.0))
+    core.feed(ev.SandboxDied(grant.n, "killed"), after=1.0)
+    core.stop_all()
+    core.feed(ev.EngineDown(UNREACHABLE, 1.0), after=1.0)
+    core.feed(ev.EngineUp(), after=1.0)
+    assert not core.all(ev.StartSandbox)
+
+
+def test_a_start_that_the_engines_loss_cut_off_does_not_hide_that_loss() -> None:
+    core = Core(BARE)
+    core.acquire("a")
+    started = core.only(ev.StartSandbox)
+    core.feed(ev.EngineDown(UNREACHABLE, 1.0))
+    core.feed(ev.SandboxStartUnknown(started.n, NO_IMAGE))
+    core.acquire("b")
+    assert core.only(ev.Refuse).refusal.kind is RefusalKind.ENGINE_UNAVAILABLE
+
+
 # --- idle sessions and pressure ---------------------------------------------------------------------------------------
 
 
