@@ -22,6 +22,7 @@ from executor import frames
 from executor.engine import Channel, Engine
 from executor.frames import Decoder, Frame, ProtocolError, Report
 from executor.process import Capped
+from executor.profile import CALL_ENV
 from executor.result import EmberpoolError
 from executor.stream import WINDOW as CREDIT
 from executor.stream import Sink
@@ -47,11 +48,14 @@ class RunnerState(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
     """What a runner is told at its start. ``calls``: how many it serves, 0 for no limit. ``keeper`` is PID 1's uid.
-    ``env`` is what every call's environment starts from; ``shared``: other runners serve calls beside it."""
+    ``env`` is what every call's environment starts from, ``cwd`` where it begins, ``cpu_seconds`` what it may use;
+    ``shared``: other runners serve calls beside it."""
 
     keeper: str
     files: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str = CALL_ENV["HOME"]
+    cpu_seconds: int | None = None
     preload: tuple[str, ...] = ()
     calls: int = 1
     shared: bool = False
@@ -62,6 +66,8 @@ class RunnerConfig:
             "keeper": self.keeper,
             "files": self.files,
             "env": dict(self.env),
+            "cwd": self.cwd,
+            "cpu_seconds": self.cpu_seconds,
             "preload": self.preload,
             "calls": self.calls,
             "shared": self.shared,
@@ -164,19 +170,23 @@ class ArmedRunner:
 
     async def _send(self, data: bytes) -> bool:
         """Write to the exec; ``False`` where it is gone, does not take it in time, or holds a torn frame."""
+        with anyio.move_on_after(SEND_TIMEOUT):
+            return await self._write(data)
+        return False
+
+    async def _write(self, data: bytes) -> bool:
+        """``_send``, for as long as it takes."""
         if self._channel is None or self._torn:
             return False
         await anyio.lowlevel.checkpoint_if_cancelled()  # a cancel that was due before tears nothing
         # Cancelled half-way, a write may have sent a part of its frame, and the next would be read as the rest of it.
         self._torn = True
-        with anyio.move_on_after(SEND_TIMEOUT):
-            try:
-                await self._channel.send(data)
-                self._torn = False
-                return True
-            except (BrokenPipeError, ConnectionResetError):
-                return False
-        return False
+        try:
+            await self._channel.send(data)
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        self._torn = False
+        return True
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
@@ -245,13 +255,16 @@ class ArmedRunner:
         self._become(RunnerState.BUSY)
         return self._running
 
-    async def ask(self, call: Running, header: Mapping[str, object], request: bytes, stdin: bytes) -> None:
+    async def ask(
+        self, call: Running, request: bytes, stdin: bytes, *, timeout: float, grace: float, max_output: int
+    ) -> None:
         """Send a call and its stdin, no faster than the runner takes it, and a stream's credit as its consumer takes.
 
         Returns when all is sent (where output is streamed: when the call has ended), or nobody reads.
         """
-        head = json.dumps({**header, "credit": None if call.sink is None else CREDIT}).encode("ascii")
-        parts = [frames.encode(frames.CALL, call.seq, len(head).to_bytes(4, "big") + head + request)]
+        credit = None if call.sink is None else CREDIT
+        header = frames.call_header(timeout=timeout, grace=grace, max_output=max_output, credit=credit)
+        parts = [frames.encode(frames.CALL, call.seq, header + request)]
         told = False
         while not call.done.is_set():
             upto = min(len(stdin), call.taken + WINDOW)
@@ -262,7 +275,8 @@ class ArmedRunner:
                 told = True
             parts += call.credit()
             if parts:
-                if not await self._send(b"".join(parts)):
+                # Without a timeout of its own: the call has one, and what it would be told is the same.
+                if not await self._write(b"".join(parts)):
                     return
                 parts = []
             elif told and call.sink is None:

@@ -7,6 +7,7 @@ and the program that carries the call out, its request and its stdin follow on t
 from __future__ import annotations
 
 import copy
+import json
 import re
 import secrets
 import struct
@@ -87,7 +88,9 @@ class Call:
         _check_env(self.env)
 
     def within(self, seconds: float) -> Call:
-        """The same call with ``seconds`` left; what was checked once is not checked again."""
+        """The same call with ``seconds`` left; what was checked once is not checked again, and a moment is not counted."""
+        if self.timeout - 0.001 <= seconds <= self.timeout:
+            return self
         call = copy.copy(self)
         object.__setattr__(call, "timeout", seconds)
         return call
@@ -101,16 +104,20 @@ class Call:
         """What the engine is told to run in an image that has Python: the loader, and a token to know the exec by."""
         return ("python3", "-I", "-B", "-c", LOADER, token)
 
-    def request(self) -> dict[str, Any]:
-        """What a runner is told to do: what is added to its base environment, and ``argv`` or ``code``."""
-        request: dict[str, Any] = {"env": dict(self.env), "cwd": CALL_ENV["HOME"]}
+    def request(self) -> bytes:
+        """What a runner's child is told to do: the length of what is unusual about the call and of its code (4 bytes each),
+        then both. Unusual is all but code that adds nothing to the base environment: a JSON object with ``env``,
+        ``argv`` or ``interpreter``."""
+        unusual: dict[str, Any] = {}
+        if self.env:
+            unusual["env"] = dict(self.env)
         if self.code is None:
-            request["argv"] = list(self.argv)
-        else:
-            request["code"] = self.code
-            if interpreter := _interpreter(self.env):
-                request["interpreter"] = interpreter
-        return request
+            unusual["argv"] = list(self.argv)
+        elif interpreter := _interpreter(self.env):
+            unusual["interpreter"] = interpreter
+        more = json.dumps(unusual).encode("ascii") if unusual else b""
+        code = (self.code or "").encode("utf-8")
+        return struct.pack(">II", len(more), len(code)) + more + code
 
     def payload(self, image_env: Iterable[str] = ()) -> bytes:
         """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed."""

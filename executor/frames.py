@@ -18,8 +18,10 @@ FINISH_ALL, FINISH_OWN = b"\x01", b"\x00"
 HELLO, ARMED, OUT, ERR, TAKEN, DONE, CLEAN, DIRTY, POISONED = 17, 18, 19, 20, 21, 22, 23, 24, 25
 
 _HEADER = struct.Struct(">BII")
+_CALL, _REPORT = struct.Struct(">QQQQ"), struct.Struct(">HBBQQQQQ")
+_NO_LIMIT, _NO_CODE = 2**64 - 1, 0xFFFF
 _LIMITS = {
-    HELLO: 2_000_000, ARMED: 0, OUT: 65_536, ERR: 65_536, TAKEN: 8, DONE: 4_096, CLEAN: 64, DIRTY: 64, POISONED: 256,
+    HELLO: 2_000_000, ARMED: 0, OUT: 65_536, ERR: 65_536, TAKEN: 8, DONE: _REPORT.size, CLEAN: 64, DIRTY: 64, POISONED: 256,
 }  # fmt: skip
 
 
@@ -69,7 +71,8 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the runner says of a call that has ended. ``oom`` is ``None`` where no counter could be read."""
+    """What the runner says of a call that has ended. ``oom``: whether the container's counter of out-of-memory kills moved;
+    ``None`` where it was not asked (the call was not killed) or could not be read."""
 
     exit_code: int | None
     signal: int | None
@@ -81,13 +84,6 @@ class Report:
     cpu_seconds: float
     max_rss: int
     duration: float
-
-
-_REPORT_FIELDS: dict[str, tuple[type, ...]] = {
-    "exit_code": (int, type(None)), "signal": (int, type(None)), "timed_out": (bool,), "cancelled": (bool,),
-    "oom": (bool, type(None)), "stdout_total": (int,), "stderr_total": (int,), "cpu_seconds": (int, float),
-    "max_rss": (int,), "duration": (int, float),
-}  # fmt: skip
 
 
 def parse_object(payload: bytes) -> dict[str, Any]:
@@ -102,17 +98,28 @@ def parse_object(payload: bytes) -> dict[str, Any]:
 
 
 def parse_report(payload: bytes) -> Report:
-    """The report of a DONE frame, every field checked, or ``ProtocolError``."""
-    content = parse_object(payload)
-    if content.keys() != _REPORT_FIELDS.keys():
-        raise ProtocolError("a report with other fields than a report has")
-    for name, kinds in _REPORT_FIELDS.items():
-        value = content[name]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise ProtocolError(f"a report whose {name} is a {type(value).__name__}")
-        if isinstance(value, int | float) and not 0 <= value < 2**63:
-            raise ProtocolError(f"a report whose {name} is out of range")
-    code, number = content["exit_code"], content["signal"]
-    if (code is None) == (number is None) or (code or 0) > 255 or (number or 0) > 127:
-        raise ProtocolError("a report that does not say how the process ended")
-    return Report(**content)
+    """The report of a DONE frame, or ``ProtocolError``."""
+    try:
+        code, number, flags, stdout, stderr, cpu, rss, duration = _REPORT.unpack(payload)
+    except struct.error as error:
+        raise ProtocolError(f"a report of {len(payload)} bytes; it has {_REPORT.size}") from error
+    ended = code <= 255 and not number if code != _NO_CODE else 0 < number <= 127
+    if not ended or flags & ~15 or (flags & 12) == 8 or (stdout | stderr | cpu | rss | duration) >> 63:
+        raise ProtocolError("a report that no call has")
+    return Report(
+        exit_code=None if code == _NO_CODE else code,
+        signal=number or None,
+        timed_out=bool(flags & 1),
+        cancelled=bool(flags & 2),
+        oom=bool(flags & 8) if flags & 4 else None,
+        stdout_total=stdout,
+        stderr_total=stderr,
+        cpu_seconds=cpu / 1e6,
+        max_rss=rss,
+        duration=duration / 1e6,
+    )
+
+
+def call_header(*, timeout: float, grace: float, max_output: int, credit: int | None) -> bytes:
+    """The beginning of a CALL frame; seconds and bytes, ``credit`` of each stream or ``None`` for no limit but the cap's."""
+    return _CALL.pack(int(timeout * 1e6), int(grace * 1e6), max_output, _NO_LIMIT if credit is None else credit)

@@ -49,6 +49,11 @@ class CallResult:
             or self.stderr_total > len(self.stderr) + self.stderr_streamed
         )
 
+    def ran_in(self, generation: str) -> CallResult:
+        """The same result, which must be new, with its generation told."""
+        object.__setattr__(self, "generation", generation)
+        return self
+
     @property
     def ok(self) -> bool:
         """Whether the code ended by itself with exit status 0."""

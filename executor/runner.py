@@ -38,6 +38,9 @@ HEADER = 9
 ASK, ASK_READY = 3, 4  # the descriptors on which a waiting child is given its call, and says that it is prepared
 CHUNK = 65536
 MAX_FRAME = 1 << 26
+CALL_HEADER = 32  # of a call: timeout and grace in microseconds, bytes of output, credit; 8 bytes each
+NO_LIMIT, NO_CODE, OOM_KNOWN = 2**64 - 1, 0xFFFF, 4
+REHEARSED_CALL = b"".join(number.to_bytes(8, "big") for number in (10000000, 1000000, 0, NO_LIMIT))
 BUFFERED = 1 << 18  # bytes that wait for the host before the runner stops reading the call's output
 REAP_SECONDS = 4.0
 HOLD_SECONDS = 0.002  # a short call's output and its end then leave in one write, and the host wakes up once
@@ -65,19 +68,26 @@ def read_file(path, size=262144):
 
 
 class Libc:
-    """What only C can do: the two settings that protect the runner from the code of its own uid (both are read back), and
-    the function with which the interpreter itself runs a file."""
+    """What only C can do: the two settings that protect the runner from the code of its own uid (both are read back), a
+    process that keeps another's memory, and the function with which the interpreter itself runs a file."""
 
     PR_SET_DUMPABLE, PR_GET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 4, 3, 36, 37
+    CLONE_VM, CLONE_PARENT = 0x100, 0x8000
+    STACK = 16384
 
     def __init__(self):
         import ctypes
 
         self._ctypes, self._deepened = ctypes, None
-        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
-        self._fdopen = ctypes.CDLL(None).fdopen
+        libc = ctypes.CDLL(None)
+        self._prctl = libc.prctl
+        self._fdopen = libc.fdopen
         self._fdopen.argtypes, self._fdopen.restype = (ctypes.c_int, ctypes.c_char_p), ctypes.c_void_p
-        self._fields_type = ctypes.c_int * 2  # made here: a class that is made during a call looks like the call's own
+        # Made here: a class that is made during a call looks like the call's own.
+        self.fields_type = ctypes.c_int * 2
+        self._clone, self._pause = libc.clone, ctypes.cast(libc.pause, ctypes.c_void_p)
+        self._stack = ctypes.create_string_buffer(self.STACK)
+        self._stack_top = ctypes.c_void_p((ctypes.addressof(self._stack) + self.STACK - 64) & ~15)
         self.run_file = ctypes.pythonapi.PyRun_SimpleFileExFlags
         self.run_file.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p)
 
@@ -95,6 +105,17 @@ class Libc:
         self._prctl(self.PR_SET_DUMPABLE, 1, 0, 0, 0)
         self._prctl(self.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
+    def keep_memory(self):
+        """Start a process that shares this one's memory and does nothing but wait for the sweep that kills it.
+
+        Else the kernel takes the memory apart before it tells of this process's end, and that was half of a short call's
+        time; so it is done after the answer. It blocks all signals: a handler would run in this very memory. Where there
+        is no such process, a call is only slower.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self._clone(self._pause, self._stack_top, self.CLONE_VM | self.CLONE_PARENT | signal.SIGCHLD, None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
     def file(self, fd):
         """A C stream for reading a descriptor."""
         return self._fdopen(fd, b"rb")
@@ -108,7 +129,7 @@ class Libc:
         if sys.version_info[:2] == (3, 11):
             state = self._ctypes.pythonapi.PyThreadState_Get
             state.restype = self._ctypes.c_void_p
-            fields = self._fields_type.from_address(state() + 32)
+            fields = self.fields_type.from_address(state() + 32)
             if fields[1] == sys.getrecursionlimit() and 0 < fields[1] - fields[0] < 64:
                 fields[0] += RECURSION
                 self._deepened = fields
@@ -243,6 +264,8 @@ class Runner:
         poll = select.poll()
         poll.register(0, select.POLLIN)
         poll.register(self.wake_r, select.POLLIN)
+        if spare is not None and spare.gone:
+            return False
         while True:
             frames = self.read_frames()
             for index, frame in enumerate(frames):
@@ -297,34 +320,32 @@ class Runner:
     def rehearse(self, child):
         """Touch what a call will touch: after a fork this process copies its pages too, and now it has the time."""
         self.ooms = self.cgroup.oom_kills()
-        header = json.dumps({"timeout": 1.0, "grace": 1.0, "max_output": 1, "credit": None}).encode("ascii")
-        call = Served(self, child, json.loads(header), time.monotonic())
+        call = Served(self, child, REHEARSED_CALL, time.monotonic())
         call.ended(0, resource.getrusage(resource.RUSAGE_SELF))
-        json.dumps(call.report())
+        call.report()
         own_limits()
         poll = select.poll()
         poll.register(0, select.POLLIN)
         poll.poll(0)
-        return child.prepared()
+        return child.prepared(self)
 
     def practise(self, child):
         """Carry out a call that does nothing, and say nothing of it: the first call that counts is then not the first."""
-        self.rehearse(child)
-        header = json.dumps({"timeout": 10.0, "grace": 1.0, "max_output": 0, "credit": None}).encode("ascii")
-        request = json.dumps({"env": {}, "cwd": "/", "cpu_seconds": None, "code": ""}).encode("ascii")
-        call = self.serve(child, len(header).to_bytes(4, "big") + header + request, [])
-        json.dumps(call.report())
+        if not self.rehearse(child):
+            return False
+        self.serve(child, REHEARSED_CALL + bytes(8), []).report()
         child.close()
         self.outbox.clear()
+        return self.clean_own() is not None
 
     # --- one call -----------------------------------------------------------------------------------------------------
 
     def serve(self, child, payload, frames):
         """Carry one call out; everything that is said about it. Ends when its main process has."""
-        began = time.monotonic()
-        size = int.from_bytes(payload[:4], "big")
-        call = Served(self, child, json.loads(payload[4 : 4 + size]), began)
-        child.give(payload[4 + size :])
+        call = Served(self, child, payload[:CALL_HEADER], time.monotonic())
+        child.give(payload[CALL_HEADER:])
+        if child.gone:
+            call.ended(*child.gone)
         while True:
             for kind, seq, data in frames:
                 if seq == self.seq:
@@ -448,14 +469,15 @@ class Runner:
 class Served:
     """A call under way: its pipes, its credit, its deadline, and how it ended."""
 
-    def __init__(self, runner, child, request, began):
+    def __init__(self, runner, child, header, began):
         self.runner, self.child, self.began = runner, child, began
-        self.deadline = began + request["timeout"]
-        self.grace = request["grace"]
-        self.cap = request["max_output"]
+        timeout, grace, self.cap, credit = (int.from_bytes(header[at : at + 8], "big") for at in (0, 8, 16, 24))
+        self.deadline, self.grace = began + timeout / 1e6, grace / 1e6
         self.input = bytearray()
         self.input_open, self.taken = True, 0
-        self.credit = {OUT: request["credit"], ERR: request["credit"]}  # None: as much as the cap allows
+        if credit == NO_LIMIT:
+            credit = None  # as much as the cap allows
+        self.credit = {OUT: credit, ERR: credit}
         self.total = {OUT: 0, ERR: 0}
         self.sources = {child.out: OUT, child.err: ERR}
         self.stopping = None
@@ -538,11 +560,15 @@ class Served:
                     poll.register(fd, select.POLLIN)
         if self.child.stdin is not None and (self.input or not self.input_open):
             poll.register(self.child.stdin, select.POLLOUT)
+        if self.child.untold:
+            poll.register(self.child.ask, select.POLLOUT)
         for fd, _ in poll.poll(max(0.0, seconds) * 1000 + 0.5):
             if fd in self.sources:
                 self.pull(fd, self.sources[fd])
             elif fd == self.child.stdin:
                 self.push()
+            elif fd == self.child.ask:
+                self.child.tell()
         if self.runner.outbox and not self.runner.holding(time.monotonic()):
             self.runner.flush()
 
@@ -585,48 +611,68 @@ class Served:
             self.child.close_stdin()
 
     def report(self):
-        ooms = self.runner.cgroup.oom_kills()
-        code = signal_number = None
+        """How it ended, as executor.frames.Report has it. Only a process that was killed may have been so for want of
+        memory, so only then the counter is asked."""
+        code, number, ooms = NO_CODE, 0, None
         if os.WIFSIGNALED(self.status):
-            signal_number = os.WTERMSIG(self.status)
+            number, ooms = os.WTERMSIG(self.status), self.runner.cgroup.oom_kills()
         else:
             code = os.WEXITSTATUS(self.status)
-        return {
-            "exit_code": code,
-            "signal": signal_number,
-            "timed_out": self.timed_out,
-            "cancelled": self.cancelled,
-            "oom": None if ooms is None or self.ooms is None else ooms > self.ooms,
-            "stdout_total": self.total[OUT],
-            "stderr_total": self.total[ERR],
-            "cpu_seconds": self.cpu_seconds,
-            "max_rss": self.max_rss,
-            "duration": time.monotonic() - self.began,
-        }
+        flags = self.timed_out | self.cancelled << 1
+        if ooms is not None and self.ooms is not None:
+            flags |= OOM_KNOWN | (ooms > self.ooms) << 3
+        numbers = (
+            self.total[OUT],
+            self.total[ERR],
+            int(self.cpu_seconds * 1e6),
+            self.max_rss,
+            int((time.monotonic() - self.began) * 1e6),
+        )
+        return code.to_bytes(2, "big") + bytes((number, flags)) + b"".join(one.to_bytes(8, "big") for one in numbers)
 
 
 class Child:
     """The waiting process, from the runner's side."""
 
-    def __init__(self, pid, give, stdin, out, err, ready):
-        self.pid, self._give, self.stdin, self.out, self.err, self._ready = pid, give, stdin, out, err, ready
-        for fd in (stdin, out, err):
+    def __init__(self, pid, ask, stdin, out, err, ready):
+        self.pid, self.ask, self.stdin, self.out, self.err, self._ready = pid, ask, stdin, out, err, ready
+        self.untold, self.gone = b"", None
+        for fd in (ask, stdin, out, err):
             os.set_blocking(fd, False)
 
-    def prepared(self):
-        """Wait until the child has prepared itself; whether it has."""
-        ready = os.read(self._ready, 1) == b"1"
+    def prepared(self, runner):
+        """Wait until the child has prepared itself; whether it has, and did not die of it."""
+        poll = select.poll()
+        poll.register(self._ready, select.POLLIN)
+        poll.register(runner.wake_r, select.POLLIN)
+        # Not by the end of the pipe: the process that keeps the child's memory has it too.
+        while self.gone is None and not any(fd == self._ready for fd, _ in poll.poll()):
+            runner.drain_wakeups()
+            for pid, status, usage in runner.reap():
+                if pid == self.pid:
+                    self.gone = status, usage
         os.close(self._ready)
-        return ready
+        return self.gone is None
 
-    def give(self, payload):
-        data = len(payload).to_bytes(4, "big") + payload
+    def give(self, request):
+        self.untold = request
+        self.tell()
+
+    def tell(self):
+        """Write what the pipe takes of the request; the rest is told as the child reads."""
         try:
-            while data:
-                data = data[os.write(self._give, data) :]
+            self.untold = self.untold[os.write(self.ask, self.untold) :]
+        except BlockingIOError:
+            return
         except OSError:
-            pass  # it has died; its status says so
-        os.close(self._give)
+            self.untold = b""  # it has died; its status says so
+        if not self.untold:
+            self.close_ask()
+
+    def close_ask(self):
+        if self.ask is not None:
+            os.close(self.ask)
+            self.ask = None
 
     def close_stdin(self):
         if self.stdin is not None:
@@ -634,6 +680,7 @@ class Child:
             self.stdin = None
 
     def close(self):
+        self.close_ask()
         self.close_stdin()
         os.close(self.out)
         os.close(self.err)
@@ -681,10 +728,13 @@ class Prepared:
     that a waiting child has and a call has not.
     """
 
-    def __init__(self, libc, env, hidden):
+    def __init__(self, libc, config, hidden):
         self._libc, self._hidden = libc, hidden
         os.environ.clear()
-        os.environ.update(env)
+        os.environ.update(config["env"])
+        os.chdir(config["cwd"])
+        if config["cpu_seconds"]:
+            resource.setrlimit(resource.RLIMIT_CPU, (config["cpu_seconds"], config["cpu_seconds"] + 1))
         low = os.memfd_create("call.py")
         # Out of the way of descriptors that are counted on to be free, and inherited: a program may run itself again.
         self.fd = fcntl.fcntl(low, fcntl.F_DUPFD, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024) - 1)
@@ -704,16 +754,12 @@ class Prepared:
         self.unchanged = Unchanged()
 
     def rehearse(self):
-        json.loads(json.dumps({"env": {}, "cwd": "/", "cpu_seconds": 1, "code": ""}))
         self.store(REHEARSAL.encode("utf-8"))
         self._libc.deepen()
         self._libc.run_file(self._libc.file(os.dup(self.fd)), os.fsencode(self.name), 1, None)
         self._libc.restore_depth()
         os.lseek(self.fd, 0, os.SEEK_SET)
         os.ftruncate(self.fd, 0)
-        os.chdir(os.getcwd())
-        resource.setrlimit(resource.RLIMIT_CPU, resource.getrlimit(resource.RLIMIT_CPU))
-        Unchanged().holds()
 
     def store(self, data):
         written = 0
@@ -744,7 +790,10 @@ class Prepared:
 
     def begin(self):
         """Wait for the call, and be the process that its code expects."""
-        request = await_call()
+        self.unchanged.rehearse(SOURCE, self._libc.fields_type)
+        os.write(ASK_READY, b"1")
+        os.close(ASK_READY)
+        request, code = await_call()
         if self._hidden:
             self._libc.unprotect()
         sys.excepthook = sys.__excepthook__
@@ -753,7 +802,7 @@ class Prepared:
         if "argv" in request:
             os.close(self.fd)
             replace(request["argv"][0], request["argv"])
-        self.store(request["code"].encode("utf-8"))
+        self.store(code)
         if request.get("interpreter"):
             replace(sys.executable or "python3", request["interpreter"] + [self.name])
         main = sys.modules["__main__"] = type(sys)("__main__")
@@ -816,25 +865,25 @@ sys.stdout.flush()
 
 
 def await_call():
-    """In the child: wait for the request on descriptor ``ASK``, and become ready to carry it out."""
+    """In the child: wait for the request on descriptor ``ASK``: what is unusual about it, and the code, which ends it."""
 
-    def exactly(size):
-        data = bytearray()
+    data = bytearray()
+
+    def read_to(size):
         while len(data) < size:
-            chunk = os.read(ASK, min(size - len(data), 1 << 20))
+            chunk = os.read(ASK, 1 << 20)
             if not chunk:
                 os._exit(0)  # the runner has ended, and so there will be no call
-            data += chunk
-        return bytes(data)
+            data.extend(chunk)
 
-    request = json.loads(exactly(int.from_bytes(exactly(4), "big")))
+    read_to(8)
+    more, size = int.from_bytes(data[:4], "big"), int.from_bytes(data[4:8], "big")
+    read_to(8 + more + size)
+    request = json.loads(data[8 : 8 + more]) if more else {}
     os.close(ASK)
-    if request["cpu_seconds"]:
-        resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"], request["cpu_seconds"] + 1))
-    if request["env"]:
+    if "env" in request:
         os.environ.update(request["env"])
-    os.chdir(request["cwd"])
-    return request
+    return request, data[8 + more :]
 
 
 class Unchanged:
@@ -853,6 +902,14 @@ class Unchanged:
 
     def _collections(self):
         return [one["collections"] for one in gc.get_stats()[1:]]
+
+    def rehearse(self, *types):
+        """Look at all that will be looked at after a call; ``types`` are of what the call itself brings."""
+        self._quiet(), self._plain_modules(), self._noticing()
+        for made in [*types, *map(type, gc.get_objects(generation=0)), *map(type, gc.get_objects(generation=1))]:
+            verdict = judge(made)
+            if not FLAGS(made) & HEAPTYPE:
+                LASTING[id(made)] = verdict
 
     def holds(self):
         return self._quiet() and self._plain_modules() and not self._noticing()
@@ -891,7 +948,7 @@ class Unchanged:
     def _noticing(self):
         if self._collections() != self._collected:
             return True  # what is young cannot be told from what was here before
-        verdicts = {}
+        verdicts = dict(LASTING)
         for young in (0, 1):
             for thing in gc.get_objects(generation=young):
                 made = type(thing)
@@ -912,11 +969,15 @@ class Unchanged:
 
 PLAIN, FINALIZED, CLASS, REFERENCE = 1, 2, 3, 4
 MODULE, BUILTIN = type(sys), sys.modules["_frozen_importlib"].BuiltinImporter
-CALLBACK, BASES, NAMES = (
+SOURCE = sys.modules["_frozen_importlib_external"].SourceFileLoader
+CALLBACK, BASES, NAMES, FLAGS = (
     weakref.ref.__callback__.__get__,
     type.__dict__["__mro__"].__get__,
     type.__dict__["__dict__"].__get__,
+    type.__dict__["__flags__"].__get__,
 )
+HEAPTYPE = 1 << 9  # of a type that is not built in: only such a one can be changed
+LASTING = {}  # what was found of built-in types, ahead of the call
 # Compiled modules that do nothing when an interpreter is taken apart.
 SILENT = frozenset((
     "array", "atexit", "binascii", "cmath", "errno", "fcntl", "gc", "grp", "itertools", "math", "pwd", "pyexpat",
@@ -971,7 +1032,8 @@ def run(config):
         child = fork_ahead(libc)
         if child is None:
             return become(libc, config, hidden=config["shared"])
-        runner.practise(child)
+        if not runner.practise(child):
+            facts["problem"] = "a first call failed"
     runner.send(HELLO, json.dumps(facts).encode("ascii"))
     if libc is None:
         runner.flush_all()
@@ -1004,7 +1066,7 @@ def run(config):
         elif config["shared"]:
             runner.ooms = runner.cgroup.oom_kills()  # other calls have moved it meanwhile
         call = runner.serve(child, *asked)
-        runner.send(DONE, json.dumps(call.report()).encode("ascii"))
+        runner.send(DONE, call.report())
         child.close()
         beside = not runner.told_to_sweep()
         spent = runner.clean_own() if beside else runner.clean(resting)
@@ -1017,22 +1079,23 @@ def run(config):
             left -= 1
             if not left:
                 break
-    if not config["shared"]:
+    if config["shared"]:
+        runner.kill_own()
+    else:
         runner.clean(resting)
     os._exit(0)
 
 
 def become(libc, config, hidden=False):
-    """In the child: be prepared for the call, and say so.
+    """In the child: be prepared for the call.
 
     A child that is to wait beside other calls' code is out of its reach (``hidden``) until its own call has come.
     """
-    prepared = Prepared(libc, config["env"], hidden)
+    libc.keep_memory()
+    prepared = Prepared(libc, config, hidden)
     sys.addaudithook(AUDIT.pop)
     if hidden:
         libc.hide()
-    os.write(ASK_READY, b"1")
-    os.close(ASK_READY)
     return prepared
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -47,7 +46,6 @@ class Place:
     watch: Watch
     user: str
     config: RunnerConfig
-    cpu_seconds: int | None
     grace: float
     check: Callable[[dict[str, object]], None]
     kill: Callable[[str], Awaitable[None]]
@@ -181,6 +179,14 @@ class Runners:
         ready = [one for one in ready if not one.retired]
         return ready[0] if ready and (len(ready) == len(self._lanes) or self._busy()) else None
 
+    def _ready(self) -> ArmedRunner | None:
+        """``_free``; raises what is wrong where there will be none."""
+        if self.problem is not None:
+            raise self.problem
+        if self.over or self._place.watch.died.is_set():
+            raise SandboxDied("the sandbox ended before the call began", cause=self._place.watch.cause, started=False)
+        return self._free()
+
     async def _end_with(self, runner: ArmedRunner, died: anyio.Event) -> None:
         await died.wait()
         runner.scope.cancel()
@@ -230,19 +236,15 @@ class Runners:
 
         Raises the sandbox's problem, or ``EngineUnavailable`` after ``timeout``.
         """
+        # A cancel that is due already finds the runner unclaimed; later it has to end a call.
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        if (runner := self._ready()) is not None:
+            return runner
         with anyio.move_on_after(timeout):
             while True:
-                if self.problem is not None:
-                    raise self.problem
-                if self.over or self._place.watch.died.is_set():
-                    raise SandboxDied(
-                        "the sandbox ended before the call began", cause=self._place.watch.cause, started=False
-                    )
-                # A cancel that is due already finds the runner unclaimed; later it has to end a call.
-                await anyio.lowlevel.checkpoint_if_cancelled()
-                if (runner := self._free()) is not None:
-                    return runner
                 await self._changed.wait()
+                if (runner := self._ready()) is not None:
+                    return runner
         raise EngineUnavailable(f"no runner was armed within {timeout:g} s; the call never started", retry_after=1.0)
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -257,12 +259,11 @@ class Runners:
         left = max(0.001, call.timeout - (anyio.current_time() - began))
         ooms = place.watch.ooms
         running = runner.begin(call.max_output, sink)
-        header = {"timeout": left, "grace": place.grace, "max_output": call.max_output}
-        asked = {**call.request(), "cpu_seconds": place.cpu_seconds}
-        request = json.dumps(asked).encode("ascii")
         try:
             with anyio.move_on_after(left + place.grace + ANSWER_PATIENCE):
-                await runner.ask(running, header, request, call.stdin)
+                await runner.ask(
+                    running, call.request(), call.stdin, timeout=left, grace=place.grace, max_output=call.max_output
+                )
                 await running.done.wait()
         except anyio.get_cancelled_exc_class():
             await self._abandon(runner, running)
@@ -270,7 +271,7 @@ class Runners:
         duration = anyio.current_time() - began
         if running.report is not None:
             oom = place.watch.ooms > ooms if running.report.oom is None else running.report.oom
-            return result_of(running, running.report, duration, oom=oom, cpu_seconds=place.cpu_seconds)
+            return result_of(running, running.report, duration, oom=oom, cpu_seconds=place.config.cpu_seconds)
         if running.done.is_set():
             raise await self._lost(runner, running, ooms)
         await self._kill("timeout")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -246,7 +246,8 @@ class SandboxPool:
         deadline, poisoned, outcome = began + call.timeout, "", "cancelled"
         try:
             self.feed(ev.CallWanted(waiter, key, epoch, deadline, n))
-            await place.answered.wait()
+            if place.answer is None:  # to wait for what is there already costs a turn of the event loop
+                await place.answered.wait()
             if isinstance(place.answer, ev.Refuse):
                 raise error_of(place.answer.refusal)
             assert isinstance(place.answer, ev.RunCall)  # noqa: S101 - a call is run or refused, nothing else
@@ -256,7 +257,7 @@ class SandboxPool:
                 result = await self._run(place, lambda left: box.call(call.within(left), sink), deadline)
             finally:
                 poisoned = box.poisoned
-            result = replace(result, generation=f"{self._shop.instance}-{n}")
+            result = result.ran_in(f"{self._shop.instance}-{n}")
             outcome = "timed_out" if result.timed_out else "ok" if result.ok else "failed"
             return result
         except EmberpoolError as error:

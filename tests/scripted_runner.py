@@ -19,6 +19,7 @@ import anyio
 
 from executor import frames
 from tests.scripted_box import Asked, Pipe, ScriptedChannel, Special, run_steps
+from tests.wire import call_header, call_request, report
 
 Misdeed = Callable[["ScriptedRunner"], Awaitable[bool]]
 PIPE = 65_536
@@ -138,7 +139,7 @@ class Program:
                 self.runner.tell_oom()
                 raise ProgramEnded(signal=SIGKILL, oom=True)
             case "burn":
-                self.cpu_seconds = float(self.request["cpu_seconds"])
+                self.cpu_seconds = float(self.runner.config["cpu_seconds"])
                 raise ProgramEnded(signal=SIGXCPU)
             case "stubborn":
                 self.stubborn = True
@@ -147,13 +148,12 @@ class Program:
             case _:
                 await self.runner.special(word, rest)
 
-    def report(self) -> dict[str, Any]:
-        return {
-            "exit_code": self.end.code, "signal": self.end.signal, "timed_out": self.timed_out,
-            "cancelled": self.cancelled, "oom": self.end.oom, "stdout_total": self.stdout.total,
-            "stderr_total": self.stderr.total, "cpu_seconds": self.cpu_seconds, "max_rss": 9_000_000,
-            "duration": anyio.current_time() - self.began,
-        }  # fmt: skip
+    def report(self) -> bytes:
+        return report(
+            exit_code=self.end.code, signal=self.end.signal, timed_out=self.timed_out, cancelled=self.cancelled,
+            oom=self.end.oom, stdout_total=self.stdout.total, stderr_total=self.stderr.total,
+            cpu_seconds=self.cpu_seconds, max_rss=9_000_000, duration=anyio.current_time() - self.began,
+        )  # fmt: skip
 
 
 class Stream:
@@ -258,7 +258,7 @@ class ScriptedRunner:
                 continue
             program = await self._serve(payload)
             if not await self._place("done"):
-                self.say(frames.DONE, json.dumps(program.report()).encode("ascii"))
+                self.say(frames.DONE, program.report())
             beside = self.config["shared"] and not await self._told_to_sweep()
             if not await self._place("clean"):
                 self.say(frames.DIRTY if program.dirty else frames.CLEAN, b"0.001")
@@ -302,8 +302,7 @@ class ScriptedRunner:
         return None
 
     async def _serve(self, payload: bytes) -> Program:
-        size = int.from_bytes(payload[:4], "big")
-        program = Program(self, json.loads(payload[4 : 4 + size]), json.loads(payload[4 + size :]))
+        program = Program(self, call_header(payload), call_request(payload))
         self._busy(1)
         try:
             async with anyio.create_task_group() as tasks:

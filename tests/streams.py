@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,17 +16,9 @@ from executor.call import Call
 from executor.engine import Channel
 from executor.runners import Place, Runners
 from executor.watch import EventHub
+from tests.wire import call_header, report
 
 HEADER = 9
-
-
-def report(**changes: Any) -> bytes:
-    """The report of a call that ended well; ``changes`` are its other fields."""
-    fields = {
-        "exit_code": 0, "signal": None, "timed_out": False, "cancelled": False, "oom": False, "stdout_total": 0,
-        "stderr_total": 0, "cpu_seconds": 0.0, "max_rss": 1, "duration": 0.0,
-    }  # fmt: skip
-    return json.dumps({**fields, **changes}).encode("ascii")
 
 
 class Exec:
@@ -120,7 +111,7 @@ class Exec:
     def _hear(self, kind: int, data: bytes) -> None:
         self.received.append((kind, data))
         if kind == frames.CALL:
-            self.request = json.loads(data[4 : 4 + int.from_bytes(data[:4], "big")])
+            self.request = call_header(data)
             self.credit = dict.fromkeys(self.credit, self.request["credit"] or 0)
             self.called.set()
         elif kind == frames.CREDIT:
@@ -166,7 +157,7 @@ class Room:
             Place(
                 engine=self,  # type: ignore[arg-type]
                 hub=hub, watch=self.watch, user="1:1", config=RunnerConfig(keeper="1", files=()),
-                cpu_seconds=None, grace=grace, check=lambda facts: None, kill=self._kill,
+                grace=grace, check=lambda facts: None, kill=self._kill,
             )
         )  # fmt: skip
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from executor.call import DEFAULT_PATH, LOADER, MAX_ARGUMENT, Call, base_env, carried, new_token
 from executor.profile import CALL_ENV
 from executor.result import InvalidCall
+from tests.wire import request
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="the inside of a container is POSIX")
 
@@ -130,7 +131,9 @@ def test_payload_carries_the_request_and_nothing_else(rest: list[str], code: str
         assert place == f"/tmp\0{call.kind}".encode()
         assert dict(item.split("=", 1) for item in told.decode().split("\0")) == expected
         assert body.decode() == part
-        assert {**base_env(image_env), **call.request()["env"]} == expected
+        asked = request(call.request())
+        assert {**base_env(image_env), **asked["env"]} == expected
+        assert asked.get("code", "\0".join(asked.get("argv", []))) == part
         assert call.payload() != call.payload(["PATH=/image/bin"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import AsyncIterator
 from functools import partial
@@ -20,6 +19,7 @@ from tests.pools import LATENCY, outcome, running, settings_of, until, virtual_b
 from tests.runners import Site, site
 from tests.scripted import ScriptedEngine
 from tests.scripted_runner import ScriptedRunner, dies, falls_silent, says, takes
+from tests.wire import report
 
 pytestmark = pytest.mark.anyio
 VIRTUAL = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
@@ -80,11 +80,7 @@ def _died(answer: object, cause: str) -> None:
 
 
 def _done(runner: ScriptedRunner) -> bytes:
-    report = {
-        "exit_code": 0, "signal": None, "timed_out": False, "cancelled": False, "oom": False, "stdout_total": 2,
-        "stderr_total": 0, "cpu_seconds": 0.0, "max_rss": 0, "duration": 0.0,
-    }  # fmt: skip
-    return frames.encode(frames.DONE, runner.seq, json.dumps(report).encode("ascii"))
+    return frames.encode(frames.DONE, runner.seq, report(stdout_total=2))
 
 
 # --- side by side -----------------------------------------------------------------------------------------------------

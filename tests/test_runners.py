@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
@@ -41,6 +40,7 @@ from tests.scripted_runner import (
     takes,
 )
 from tests.stepwise import Cancelled, after_turns, at_pause, every_place
+from tests.wire import report
 
 pytestmark = pytest.mark.anyio
 VIRTUAL = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
@@ -71,14 +71,6 @@ def _died(answer: object, cause: str, *, started: bool) -> None:
 async def _gone(place: Site) -> None:
     """The container is ended without anyone calling."""
     await until(lambda: not place.engine.boxes, limit=60)
-
-
-def _report(**facts: Any) -> bytes:
-    sound = {
-        "exit_code": 0, "signal": None, "timed_out": False, "cancelled": False, "oom": False, "stdout_total": 0,
-        "stderr_total": 0, "cpu_seconds": 0.0, "max_rss": 0, "duration": 0.0,
-    }  # fmt: skip
-    return json.dumps({**sound, **facts}).encode()
 
 
 # --- sound runners ----------------------------------------------------------------------------------------------------
@@ -125,10 +117,10 @@ async def test_an_unreadable_counter_leaves_the_engines_events_to_tell_of_memory
         runner.tell_oom()
         return b""
 
-    report = _report(exit_code=None, signal=9, oom=None)
+    ended = report(exit_code=None, signal=9, oom=None)
     place.engine.misdeeds["done"] = [says(killed, instead=False), says(b"")]
     place.engine.misdeeds["call"] = [
-        says(lambda runner: killed(runner) + encode(frames.DONE, 1, report) + encode(frames.CLEAN, 1))
+        says(lambda runner: killed(runner) + encode(frames.DONE, 1, ended) + encode(frames.CLEAN, 1))
     ]
     answer = await _call(box, "hang")
     assert isinstance(answer, CallResult)
@@ -180,7 +172,7 @@ WHILE_BUSY: dict[str, bytes | Says] = {
     "an unknown type": encode(99, 1),
     "a frame of the host's": encode(frames.CALL, 1),
     "an oversized frame": bytes((frames.OUT,)) + (1).to_bytes(4, "big") + b"\xff" * 4,
-    "another call's sequence number": encode(frames.DONE, 2, _report()),
+    "another call's sequence number": encode(frames.DONE, 2, report()),
     "the hello's sequence number": encode(frames.OUT, 0, b"x"),
     "clean before done": encode(frames.CLEAN, 1),
     "dirty before done": encode(frames.DIRTY, 1),
@@ -190,11 +182,11 @@ WHILE_BUSY: dict[str, bytes | Says] = {
     "more output than asked for": encode(frames.OUT, 1, b"x" * 11),
     "more input taken than sent": encode(frames.TAKEN, 1, (6).to_bytes(8, "big")),
     "a number of a wrong size": encode(frames.TAKEN, 1, b"\0"),
-    "a report that is no JSON": encode(frames.DONE, 1, b"{"),
-    "a report without an ending": encode(frames.DONE, 1, _report(exit_code=None)),
-    "a report of output that never came": encode(frames.DONE, 1, _report(stdout_total=5)),
-    "a report of less output than came": encode(frames.ERR, 1, b"err") + encode(frames.DONE, 1, _report(stderr_total=2)),
-    "output after the end": encode(frames.DONE, 1, _report()) + encode(frames.OUT, 1, b"x"),
+    "a report that is cut": encode(frames.DONE, 1, report()[:-1]),
+    "a report without an ending": encode(frames.DONE, 1, report(exit_code=None)),
+    "a report of output that never came": encode(frames.DONE, 1, report(stdout_total=5)),
+    "a report of less output than came": encode(frames.ERR, 1, b"err") + encode(frames.DONE, 1, report(stderr_total=2)),
+    "output after the end": encode(frames.DONE, 1, report()) + encode(frames.OUT, 1, b"x"),
 }  # fmt: skip
 
 
@@ -209,7 +201,7 @@ async def test_a_violation_during_a_call_is_told_as_such_and_ends_the_sandbox(pl
 
 
 AFTER_THE_ANSWER: dict[str, Says] = {
-    "a replayed report": lambda runner: encode(frames.DONE, runner.seq, _report()),
+    "a replayed report": lambda runner: encode(frames.DONE, runner.seq, report()),
     "output": lambda runner: encode(frames.OUT, runner.seq, b"x"),
     "garbage": lambda runner: b"\0" * 9,
     "clean of another call": lambda runner: encode(frames.CLEAN, runner.seq + 1),
@@ -246,7 +238,7 @@ async def test_a_violation_in_place_of_the_hello_is_no_sandbox(place: Site, data
 
 async def test_a_frame_that_is_cut_off_by_the_runners_end_is_no_result(place: Site) -> None:
     box = await place.start()
-    place.engine.misdeeds["call"] = [says(encode(frames.DONE, 1, _report())[:-1], instead=False), dies]
+    place.engine.misdeeds["call"] = [says(encode(frames.DONE, 1, report())[:-1], instead=False), dies]
     place.engine.misdeeds["done"] = [dies]
     _died(await _call(box, "sleep 0"), "runner", started=True)
     assert place.engine.boxes == {}

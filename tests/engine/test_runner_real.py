@@ -80,7 +80,7 @@ async def test_cancelled_call_takes_its_tree_with_it_and_the_sandbox_lives(real_
             await forked(real_engine, box.name)
             tasks.cancel_scope.cancel()
         after = await box.call(Call(code="import os\nprint(sum(n.isdigit() for n in os.listdir('/proc')))"))
-        assert after.stdout == b"4\n"  # PID 1, its child, the runner, the call
+        assert after.stdout == b"5\n"  # PID 1, its child, the runner, the call, and what keeps its memory
         assert box.poisoned == ""
 
 
@@ -163,3 +163,46 @@ async def forked(room: Room, name: str) -> None:
             if len(shown.stdout.split(b"\n")) > 6:
                 return
             await anyio.sleep(0.02)
+
+
+KEEPER = """
+import os, signal, time
+def keepers():
+    pids = [int(name) for name in os.listdir('/proc') if name.isdigit()]
+    return [pid for pid in pids if pid != os.getpid() and pid != 1 and os.getsid(pid) == os.getsid(0)]
+"""
+
+
+async def test_what_keeps_a_calls_memory_is_nothing_that_its_code_would_notice(real_engine: Room) -> None:
+    code = f"""{KEEPER}
+keeper, = keepers()
+try:
+    os.wait()
+except ChildProcessError:
+    print('no child')
+interrupts = 0
+for _ in range(3):
+    try:
+        os.killpg(0, signal.SIGINT)
+        time.sleep(0.05)
+    except KeyboardInterrupt:
+        interrupts += 1
+print(interrupts, keepers() == [keeper])
+os.kill(keeper, signal.SIGKILL)
+print('on')
+"""
+    async with real_engine.armed() as box:
+        for _ in range(2):
+            result = await box.call(Call(code=code))
+            assert (result.exit_code, result.stdout, result.stderr) == (0, b"no child\n3 True\non\n", b"")
+        assert (await box.call(Call(code="print(1)"))).stdout == b"1\n"
+        assert box.poisoned == ""
+
+
+async def test_code_that_is_larger_than_a_pipe_arrives_whole(real_engine: Room) -> None:
+    text = "é" * 3_000_000
+    async with real_engine.armed() as box:
+        result = await box.call(Call(code=f"x = {text!r}\nprint(len(x))"))
+        assert result.stdout == b"3000000\n"
+        result = await box.call(Call(argv=("cat",), stdin=b"x", env={"LONG": "y" * 100_000}))
+        assert result.stdout == b"x"
