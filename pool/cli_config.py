@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from pydantic.fields import FieldInfo
@@ -15,10 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from pool.config import ConfigError, Loaded, check_host, load
-from pool.config_models import SECTIONS
+from pool.config import ConfigError, Loaded, check_host, each_setting, load
 from pool.config_types import (
-    UidRange,
     format_duration,
     format_size,
     parse_duration,
@@ -81,27 +79,19 @@ def host_memory() -> int:
 
 def _table(loaded: Loaded) -> Table:
     table = Table("setting", Column("value", overflow="fold"), "from", box=box.SIMPLE_HEAD, pad_edge=False)
-    for section, model in SECTIONS.items():
-        values = getattr(loaded.settings, section)
-        for key in model.model_fields:
-            where = f"{section}.{key}"
-            table.add_row(
-                Text(where),
-                Text(_written(model.model_fields[key], getattr(values, key))),
-                Text(loaded.origins[where]),
-            )
+    for where, field, value in each_setting(loaded.settings):
+        table.add_row(Text(where), Text(_written(field, value)), Text(loaded.origins[where]))
     return table
 
 
 def _written(field: FieldInfo, value: object) -> str:
     """``value`` as it is written in a file."""
-    readers = [getattr(item, "func", None) for item in field.metadata]
+    kinds = [field.metadata, *(getattr(kind, "__metadata__", ()) for kind in get_args(field.annotation))]
+    readers = [getattr(item, "func", None) for metadata in kinds for item in metadata]
     if value is None:
         return '"off"'
     if isinstance(value, float) and (parse_duration in readers or parse_duration_or_off in readers):
         return json.dumps(format_duration(value))
     if isinstance(value, int) and parse_size in readers:
         return json.dumps(format_size(value))
-    if isinstance(value, UidRange | Path):
-        return json.dumps(str(value))
-    return json.dumps(value)
+    return json.dumps(value, default=str)

@@ -9,20 +9,24 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from pool.config_errors import ConfigError, Problem, plain
+from pool.config_errors import ConfigError, Problem, dotted, plain
 from pool.config_host import check_host
-from pool.config_models import SECTIONS, CallSettings, PoolSettings, SandboxSettings, Settings, known_keys
+from pool.config_models import SECTIONS, CallSettings, PoolSettings, SandboxSettings, Settings
+from pool.config_tools import AgentSettings
+from pool.config_types import Section
 
 __all__ = [
-    "CallSettings", "ConfigError", "Loaded", "PoolSettings", "Problem", "SandboxSettings", "Settings", "check_host",
-    "load", "load_settings",
+    "AgentSettings", "CallSettings", "ConfigError", "Loaded", "PoolSettings", "Problem", "SandboxSettings", "Settings",
+    "check_host", "load", "load_settings",
 ]  # fmt: skip
 
 PREFIX = "EMBERPOOL_"
@@ -35,7 +39,10 @@ Origin = Literal["default", "file", "environment"]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Checked settings, and where each key (``pool.name``) came from."""
+    """Checked settings, and where each key (``pool.name``, ``privileged.shell_exec.timeout``) came from.
+
+    Of an agent only the keys of its table are there: the others are those of the pool.
+    """
 
     settings: Settings
     origins: Mapping[str, Origin]
@@ -61,10 +68,10 @@ def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> 
         problems += [_with_variable(problem, from_environment) for problem in error.problems]
     if problems or settings is None:
         raise ConfigError(problems)
-    return Loaded(settings, _origins(from_file, from_environment))
+    return Loaded(settings, _origins(settings, from_file, from_environment))
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path, kind: str = "configuration file") -> dict[str, Any]:
     """The tables of a TOML file, unchecked. Raises ``ConfigError`` with the line and column of a syntax error."""
     where = plain(path, 300)
 
@@ -81,7 +88,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise fail(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > _MAX_FILE:
-        raise fail(f"is larger than {_MAX_FILE:,} bytes; this is not a configuration file")
+        raise fail(f"is larger than {_MAX_FILE:,} bytes; this is not a {kind}")
     try:
         return tomllib.loads(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -93,13 +100,11 @@ def read_file(path: Path) -> dict[str, Any]:
         raise fail(f"is not usable TOML: {error}") from None
 
 
-def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
-    """The settings in ``environ`` by section, unchecked, and a problem (names, no values) for each unknown variable."""
-    values: dict[str, dict[str, Any]] = {}
+def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
+    """The tables in ``environ``, unchecked, and a problem (names, no values) for each unknown variable."""
+    values: dict[str, Any] = {}
     problems: list[Problem] = []
-    variables = {
-        f"{PREFIX}{section}__{key}".upper(): (section, key) for section, keys in known_keys().items() for key in keys
-    }
+    variables = {_variable(f"{section}.{key}"): (section, key) for section, key in _keys()}
     for name in sorted(environ):
         if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
             continue
@@ -109,20 +114,37 @@ def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, dict[str, An
         section, key = variables[name]
         text = environ[name]
         is_text = SECTIONS[section].model_fields[key].annotation in (str, Path)
-        values.setdefault(section, {})[key] = text if is_text else _toml_value(text)
+        table = values
+        for part in section.split("."):
+            table = table.setdefault(part, {})
+        table[key] = text if is_text else _toml_value(text)
     return values, problems
 
 
+def _keys() -> Iterator[tuple[str, str]]:
+    for section, model in SECTIONS.items():
+        for key in model.model_fields:
+            yield section, key
+
+
+def _variable(where: str) -> str:
+    return PREFIX + where.replace(".", "__").upper()
+
+
 def _unknown_variable(name: str, variables: Mapping[str, tuple[str, str]]) -> str:
-    section, _, key = name.removeprefix(PREFIX).lower().partition("__")
-    if section in SECTIONS:
-        keys = known_keys()[section]
-        near = [f"{PREFIX}{section}__{match}".upper() for match in difflib.get_close_matches(key, keys, n=1)]
+    rest = name.removeprefix(PREFIX).lower()
+    if re.match(r"agents?(_|$)", rest):
+        return "unknown setting; what holds for one agent is set in the file, in [agents.<name>]"
+    section = next((one for one in SECTIONS if f"{rest}__".startswith(f"{one.replace('.', '__')}__")), "")
+    if section:
+        keys = list(SECTIONS[section].model_fields)
+        key = rest[len(section.replace(".", "__")) + 2 :]
+        near = [_variable(f"{section}.{match}") for match in difflib.get_close_matches(key, keys, n=1)]
     else:
         near = difflib.get_close_matches(name.upper(), variables, n=1, cutoff=0.85)
     if near:
         return f"unknown setting; did you mean {near[0]}?"
-    if section in SECTIONS:
+    if section:
         return f"unknown setting; [{section}] has {', '.join(keys)}"
     return f"unknown setting; settings are named {PREFIX}<SECTION>__<KEY>, for example {PREFIX}POOL__NAME"
 
@@ -138,10 +160,7 @@ def _toml_value(text: str) -> Any:
 
 
 def _merge(from_file: dict[str, Any], from_environment: dict[str, Any]) -> dict[str, Any]:
-    # A section that is no table in the file stays as it is, to be refused, instead of vanishing under the environment.
-    from_environment = {
-        key: value for key, value in from_environment.items() if isinstance(from_file.get(key, {}), dict)
-    }
+    from_environment = _beside(from_file, from_environment)
 
     class Merged(BaseSettings):
         model_config = SettingsConfigDict(extra="allow")
@@ -158,20 +177,59 @@ def _merge(from_file: dict[str, Any], from_environment: dict[str, Any]) -> dict[
     return Merged().model_extra or {}
 
 
-def _with_variable(problem: Problem, from_environment: Mapping[str, Mapping[str, Any]]) -> Problem:
-    section, _, key = re.sub(r"\[.*", "", problem.where).partition(".")
-    if key not in from_environment.get(section, {}):
+def _beside(from_file: Mapping[str, Any], from_environment: Mapping[str, Any]) -> dict[str, Any]:
+    # A section that is no table in the file stays as it is, to be refused, instead of vanishing under the environment.
+    kept: dict[str, Any] = {}
+    for key, value in from_environment.items():
+        if not isinstance(value, dict):
+            kept[key] = value
+        elif isinstance(below := from_file.get(key, {}), dict):
+            kept[key] = _beside(below, value)
+    return kept
+
+
+def _holds(tables: Mapping[str, Any], where: str) -> bool:
+    table: Any = tables
+    for part in where.split("."):
+        if not isinstance(table, dict) or part not in table:
+            return False
+        table = table[part]
+    return True
+
+
+def _with_variable(problem: Problem, from_environment: Mapping[str, Any]) -> Problem:
+    where = re.sub(r"\[.*", "", problem.where)
+    if where not in {f"{section}.{key}" for section, key in _keys()} or not _holds(from_environment, where):
         return problem
-    return Problem(problem.where, f"{problem.text} (set by {PREFIX}{section.upper()}__{key.upper()})")
+    return Problem(problem.where, f"{problem.text} (set by {_variable(where)})")
 
 
-def _origins(from_file: Mapping[str, Any], from_environment: Mapping[str, Any]) -> dict[str, Origin]:
-    origins: dict[str, Origin] = {}
-    for section, keys in known_keys().items():
-        for key in keys:
-            origins[f"{section}.{key}"] = (
-                "environment" if key in from_environment.get(section, {})
-                else "file" if key in from_file.get(section, {})
-                else "default"
-            )  # fmt: skip
-    return origins
+def _origins(
+    settings: Settings, from_file: Mapping[str, Any], from_environment: Mapping[str, Any]
+) -> dict[str, Origin]:
+    return {
+        where: (
+            "environment" if _holds(from_environment, where)
+            # An agent's keys are only listed where its table has them, and that is in the file.
+            else "file" if _holds(from_file, where) or where.startswith("agents.")
+            else "default"
+        )
+        for where, _, _ in each_setting(settings)
+    }  # fmt: skip
+
+
+def each_setting(settings: Settings) -> Iterator[tuple[str, FieldInfo, object]]:
+    """Every key that has a value of its own, in the order of the documentation: its path, its field and its value."""
+    for section, key in _keys():
+        table = attrgetter(section)(settings)
+        yield f"{section}.{key}", type(table).model_fields[key], getattr(table, key)
+    for name, agent in settings.agents.items():
+        parts: list[tuple[tuple[str, ...], Section]] = [
+            (("agents", name), agent),
+            (("agents", name, "call"), agent.call),
+        ]
+        for path, part in parts:
+            for key, field in type(part).model_fields.items():
+                value = getattr(part, key)
+                if key in part.model_fields_set and value is not None and not isinstance(value, Section):
+                    yield dotted((*path, key)), field, value

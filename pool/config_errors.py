@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from pool.config_types import shown
 
 Known = Mapping[str, tuple[str, ...]]
-"""The keys that each section has."""
+"""The keys that each section has, by the section's dotted name in which ``*`` is any name: ``agents.*.call``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +41,56 @@ def plain(name: object, limit: int = 80) -> str:
     return (text if text.isascii() and text.isprintable() else ascii(text)[1:-1])[:limit]
 
 
-def unknown_key(section: str, key: str, known: Known) -> str:
-    """The sentence about a key that its section does not have, with the nearest one that exists."""
-    owner = next((other for other, keys in known.items() if other != section and key in keys), "")
-    if owner:
-        return f"unknown key; {key} belongs to [{owner}]"
-    if near := difflib.get_close_matches(key, known[section], n=1):
-        return f"unknown key; did you mean {section}.{near[0]}?"
-    return f"unknown key; [{section}] has {', '.join(known[section])}"
+def dotted(parts: Iterable[int | str]) -> str:
+    """The path of a key as it is written in a file: ``agents."my agent".env[0]``, safe to print."""
+    text = ""
+    for part in parts:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part != "[key]":  # pydantic's word for "the name itself"
+            name = plain(part, 200)
+            text += ("." if text else "") + (name if name and not re.search(r"[. ]", name) else f'"{name}"')
+    return text
+
+
+def unknown_key(section: tuple[str, ...], key: str, known: Known) -> str:
+    """The sentence about a key that its section does not have, with the nearest one that exists.
+
+    ``section`` is the section's path, with the names that stand in the file."""
+    pattern = next(name for name in known if _is(section, name))
+    for other, keys in sorted(known.items(), key=lambda item: item[0].split(".")[0] != section[0]):
+        if key not in keys or other == pattern or (other.startswith("agents.") and section[0] != "agents"):
+            continue
+        if section[0] == "agents" and not other.startswith("agents."):
+            return f"unknown key; {key} belongs to [{other}] and cannot differ from agent to agent"
+        return f"unknown key; {key} belongs to [{_named(other, section)}]"
+    if near := difflib.get_close_matches(key, known[pattern], n=1):
+        return f"unknown key; did you mean {dotted((*section, near[0]))}?"
+    return f"unknown key; [{dotted(section)}] has {', '.join(known[pattern])}"
 
 
 def unknown_section(name: str, known: Known) -> str:
     """The sentence about a section that does not exist; a key that stands outside its section is told where it goes."""
-    if owner := next((section for section, keys in known.items() if name in keys), ""):
-        return f"unknown section; {name} is a key of [{owner}]"
-    if near := difflib.get_close_matches(name, known, n=1):
+    sections = list(dict.fromkeys(section.split(".")[0] for section in known))
+    owners = [section for section, keys in known.items() if name in keys]
+    if owners:
+        owner = min(owners, key=lambda section: section.count("*"))
+        return f"unknown section; {name} is a key of [{_named(owner, ())}]"
+    if near := difflib.get_close_matches(name, sections, n=1):
         return f"unknown section; did you mean [{near[0]}]?"
-    return f"unknown section; the sections are {', '.join(f'[{section}]' for section in known)}"
+    return f"unknown section; the sections are {', '.join(f'[{section}]' for section in sections)}"
+
+
+def _is(section: tuple[str, ...], pattern: str) -> bool:
+    parts = pattern.split(".")
+    return len(parts) == len(section) and all(part in ("*", name) for part, name in zip(parts, section, strict=True))
+
+
+def _named(pattern: str, section: tuple[str, ...]) -> str:
+    """``pattern`` with the names of ``section`` in the place of its ``*``, as far as they go."""
+    parts = pattern.split(".")
+    names = [*section, *["<name>"] * len(parts)]
+    return ".".join(dotted([name]) if part == "*" else part for part, name in zip(parts, names, strict=False))
 
 
 def problems_of(error: ValidationError, known: Known) -> list[Problem]:
@@ -66,27 +100,24 @@ def problems_of(error: ValidationError, known: Known) -> list[Problem]:
         # A default that depends on a value that is itself wrong; the wrong value has its own entry.
         if item["type"] == "default_factory_not_called":
             continue
-        found.append(Problem(_where(item["loc"]), _sentence(dict(item), known)))
+        found.append(Problem(dotted(item["loc"]), _sentence(dict(item), known)))
     return found
-
-
-def _where(loc: tuple[int | str, ...]) -> str:
-    text = ""
-    for part in loc:
-        text += f"[{part}]" if isinstance(part, int) else f".{plain(part)}" if text else plain(part)
-    return text or "the configuration"
 
 
 def _sentence(item: Mapping[str, Any], known: Known) -> str:
     kind, loc, context = item["type"], item["loc"], item.get("ctx") or {}
     value = shown(item["input"])
     if kind == "extra_forbidden":
-        return unknown_key(loc[0], plain(loc[1]), known) if len(loc) > 1 else unknown_section(plain(loc[0]), known)
+        return unknown_key(loc[:-1], plain(loc[-1]), known) if len(loc) > 1 else unknown_section(plain(loc[0]), known)
     if kind in _TYPE_WORDS:
         return f"{value} is not {_TYPE_WORDS[kind]}"
     if kind in _BOUND_WORDS:
         name, words = _BOUND_WORDS[kind]
         return f"{value} must be {words} {context[name]}"
+    if kind == "missing":
+        return "is missing; every table of this kind needs it"
+    if kind == "literal_error":
+        return f"{value} must be {context['expected']}"
     if kind == "value_error":
         return str(context["error"])
     message = str(item["msg"])
@@ -100,6 +131,7 @@ _TYPE_WORDS = {
     "bool_type": "true or false",
     "string_type": "a text in quotes",
     "tuple_type": "a list",
+    "dict_type": "a table of tables",
     "model_type": "a table of keys",
     "model_attributes_type": "a table of keys",
 }

@@ -8,24 +8,40 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from executor.image import DEFAULT_IMAGE
 from executor.profile import ContainerProfile, check_mount
-from pool.config_errors import ConfigError, Known, Problem, problems_of
+from pool.config_errors import ConfigError, Known, problems_of
+from pool.config_rules import combinations
+from pool.config_tools import (
+    COMMANDS,
+    WORKSPACE,
+    AgentCall,
+    AgentOverrides,
+    AgentSettings,
+    PrivilegedSettings,
+    ToolsSettings,
+)
 from pool.config_types import (
     MAX_UID,
+    AbsolutePath,
+    AgentName,
     Duration,
     DurationOrOff,
+    PathList,
+    PythonTools,
+    Section,
     Size,
     StringList,
     UidRange,
     UidRangeField,
-    format_duration,
+    absolute,
+    own_network,
     shown,
 )
 
@@ -43,18 +59,7 @@ def default_state_dir(name: str) -> Path:
     return home / "emberpool" / "pools" / name
 
 
-def _absolute(value: object) -> Path:
-    path = Path(value) if isinstance(value, str | Path) and "\0" not in str(value) else Path()
-    if not path.is_absolute():
-        raise ValueError(f"{shown(value)} is not an absolute path")
-    return path
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class SandboxSettings(_Section):
+class SandboxSettings(Section):
     """``[sandbox]``: what every sandbox of the pool is made of. MiB, CPU seconds, descriptors."""
 
     image: str = DEFAULT_IMAGE
@@ -73,6 +78,10 @@ class SandboxSettings(_Section):
     tmpfs_mb: int = Field(default=64, ge=1, le=1_048_576)
     seccomp: str = ""
     preload: StringList = ()
+    python_tools: PythonTools = "container"
+    limits_strict: bool = True
+    allowed_tool_dirs: PathList = ()
+    workspace: str = ""
 
     @field_validator("preload")
     @classmethod
@@ -108,11 +117,7 @@ class SandboxSettings(_Section):
     @field_validator("network")
     @classmethod
     def _network(cls, value: str) -> str:
-        if value == "host" or value.startswith(("container:", "ns:")):
-            raise ValueError(
-                f"{shown(value)} gives the sandbox a network that is not its own, and with it every local service"
-            )
-        return ContainerProfile(network=value).network
+        return own_network(value)
 
     @field_validator("user")
     @classmethod
@@ -142,17 +147,28 @@ class SandboxSettings(_Section):
             targets.add(target)
         return value
 
+    @field_validator("workspace")
+    @classmethod
+    def _workspace(cls, value: str) -> str:
+        if value:
+            absolute(value)
+            try:
+                check_mount(f"{value}/data/sandbox:{WORKSPACE}")
+            except ValueError:
+                raise ValueError(f"{shown(value)} cannot be mounted; it must hold no colon, . or .. part") from None
+        return value
+
 
 def _default_state_dir(values: dict[str, Any]) -> Path:
     # Without a name the name itself was refused, and that is the problem that is told.
     return default_state_dir(values.get("name", ""))
 
 
-class PoolSettings(_Section):
+class PoolSettings(Section):
     """``[pool]``: how many sandboxes there are, and for how long. Durations are seconds."""
 
     name: str = "default"
-    state_dir: Annotated[Path, BeforeValidator(_absolute)] = Field(default_factory=_default_state_dir)
+    state_dir: AbsolutePath = Field(default_factory=_default_state_dir)
     min_standby: int = Field(default=2, ge=0, le=10_000)
     max_sandboxes: int = Field(default=8, ge=1, le=10_000)
     overcommit: bool = False
@@ -183,7 +199,7 @@ class PoolSettings(_Section):
         return value
 
 
-class CallSettings(_Section):
+class CallSettings(Section):
     """``[call]``: ceilings that hold for every call. Seconds and bytes."""
 
     timeout: Duration = 60.0
@@ -194,7 +210,7 @@ class CallSettings(_Section):
     max_output: Size = 1_048_576
 
 
-class Settings(_Section):
+class Settings(Section):
     """Everything that a pool is told. ``Settings(pool={"max_sandboxes": 4})`` is checked like a file is.
 
     Raises ``ConfigError`` naming every problem.
@@ -203,61 +219,49 @@ class Settings(_Section):
     sandbox: SandboxSettings = Field(default_factory=lambda: SandboxSettings())
     pool: PoolSettings = Field(default_factory=lambda: PoolSettings())
     call: CallSettings = Field(default_factory=lambda: CallSettings())
+    tools: ToolsSettings = Field(default_factory=lambda: ToolsSettings())
+    privileged: PrivilegedSettings = Field(default_factory=lambda: PrivilegedSettings())
+    agents: dict[AgentName, AgentOverrides] = Field(default_factory=dict)
 
-    def __init__(self, /, **sections: SandboxSettings | PoolSettings | CallSettings | Mapping[str, Any]) -> None:
+    def __init__(self, /, **sections: Section | Mapping[str, Any]) -> None:
         try:
             super().__init__(**sections)
         except ValidationError as error:
             raise ConfigError(problems_of(error, known_keys())) from None
-        if problems := list(_combinations(self)):
+        if problems := list(combinations(self)):
             raise ConfigError(problems)
+        # A default must not stand in the way of a shorter `max_lifetime`; what was written is judged by `combinations`.
+        object.__setattr__(self, "privileged", self.privileged.within(self.pool.max_lifetime))
+
+    def agent(self, name: str) -> AgentSettings:
+        """What holds for the agent called ``name``, whether or not it has a table of its own."""
+        own, sandbox = self.agents.get(name, AgentOverrides()), self.sandbox
+        return AgentSettings(
+            python_tools=sandbox.python_tools if own.python_tools is None else own.python_tools,
+            env=own.env,
+            allowed_tool_dirs=sandbox.allowed_tool_dirs if own.allowed_tool_dirs is None else own.allowed_tool_dirs,
+            timeout=self.call.timeout if own.call.timeout is None else own.call.timeout,
+            max_output=self.call.max_output if own.call.max_output is None else own.call.max_output,
+            max_sessions=self.pool.max_sessions_per_agent if own.max_sessions is None else own.max_sessions,
+        )
 
 
-SECTIONS: Mapping[str, type[_Section]] = {
+SECTIONS: Mapping[str, type[Section]] = {
     "sandbox": SandboxSettings,
     "pool": PoolSettings,
     "call": CallSettings,
+    "tools": ToolsSettings,
+    **{f"privileged.{name}": section for name, section in COMMANDS.items()},
 }
+"""The tables that every configuration has, by name (those of agents come on top)."""
 
 
 def known_keys() -> Known:
-    """The keys of each section, in the order of their documentation."""
-    return {name: tuple(section.model_fields) for name, section in SECTIONS.items()}
-
-
-def _combinations(settings: Settings) -> Iterator[Problem]:
-    """The rules that hold between keys, once each key holds its own."""
-    pool, call, uids = settings.pool, settings.call, settings.sandbox.uid_range
-
-    def value(section: _Section, key: str, text: str) -> str:
-        return text if key in section.model_fields_set else f"{text} (the default)"
-
-    for key in ("min_standby", "max_starting"):
-        count = getattr(pool, key)
-        if count > pool.max_sandboxes:
-            yield Problem(
-                f"pool.{key}",
-                f"{value(pool, key, str(count))} is above pool.max_sandboxes ({pool.max_sandboxes}); "
-                "lower one or raise the other",
-            )
-    if call.timeout > pool.max_lifetime:
-        yield Problem(
-            "call.timeout",
-            f"{value(call, 'timeout', format_duration(call.timeout))} is above pool.max_lifetime "
-            f"({format_duration(pool.max_lifetime)}); a call must fit into its sandbox's life",
-        )
-    # Each runner is a process and the one that waits for its call; PID 1 and its child are two more.
-    taken = 2 * call.parallel + 2
-    if settings.sandbox.pids < taken + call.parallel:
-        yield Problem(
-            "call.parallel",
-            f"{value(call, 'parallel', str(call.parallel))} runners take {taken} of sandbox.pids "
-            f"({settings.sandbox.pids}), which leaves the calls too few; lower one or raise the other",
-        )
-    needed = pool.max_sandboxes + pool.max_cold + 1
-    if uids.count < needed:
-        yield Problem(
-            "sandbox.uid_range",
-            f"{uids} has {uids.count} uids; pool.max_sandboxes ({pool.max_sandboxes}) + pool.max_cold "
-            f"({pool.max_cold}) and one for every PID 1 need {needed}",
-        )
+    """The keys of each table, in the order of their documentation; ``*`` stands for any agent's name."""
+    sections: dict[str, type[Section]] = {
+        **SECTIONS,
+        "privileged": PrivilegedSettings,
+        "agents.*": AgentOverrides,
+        "agents.*.call": AgentCall,
+    }
+    return {name: tuple(section.model_fields) for name, section in sections.items()}

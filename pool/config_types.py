@@ -1,4 +1,5 @@
-"""The kinds of values that the configuration holds: durations, sizes, sandbox uids. Pure; ``ValueError`` on bad input.
+"""The kinds of values that the configuration holds: durations, sizes, sandbox uids, paths, names. Pure; ``ValueError`` on
+bad input.
 
 Nothing is coerced silently: ``true`` is not a number, ``"yes"`` is not a boolean, and a unit is never guessed.
 """
@@ -8,9 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+
+from executor.profile import ContainerProfile
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)\Z", re.ASCII)
 _DURATION_UNITS: Final[dict[str, Fraction]] = {
@@ -21,6 +25,8 @@ _SIZE_UNITS: Final = {
     "GiB": 1024**3, "GB": 1000**3, "MiB": 1024**2, "MB": 1000**2, "KiB": 1024, "kB": 1000, "KB": 1000, "B": 1,
 }  # fmt: skip
 _UID_RANGE = re.compile(r"([0-9]{1,10}):([0-9]{1,10})\Z", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}\Z", re.ASCII)
+_MAX_AGENT_NAME: Final = 200
 
 MAX_DURATION: Final = 366 * 86_400
 """Seconds; a longer wait is a typing error, and no kernel timer is asked for it."""
@@ -147,12 +153,64 @@ def parse_uid_range(value: object) -> UidRange:
     return UidRange(start, count)
 
 
-def _mounts(value: Any) -> Any:
+def absolute(value: object) -> Path:
+    """An absolute path, as it is written: links and ``..`` are looked at when it is used."""
+    path = Path(value) if isinstance(value, str | Path) and "\0" not in str(value) else Path()
+    if not path.is_absolute():
+        raise ValueError(f"{shown(value)} is not an absolute path")
+    return path
+
+
+def own_network(value: str) -> str:
+    """An engine's network that gives a container a network namespace of its own."""
+    if value == "host" or value.startswith(("container:", "ns:")):
+        raise ValueError(
+            f"{shown(value)} gives the sandbox a network that is not its own, and with it every local service"
+        )
+    return ContainerProfile(network=value).network
+
+
+def variable_name(value: str) -> str:
+    """The name of an environment variable that a tool may get."""
+    name, sign, _ = value.partition("=")
+    if sign:  # what stands behind it may be a secret: it is not shown
+        raise ValueError(f"{shown(name)} comes with a value; give the name alone, the gateway's own value is used")
+    if not _VARIABLE.match(value):
+        raise ValueError(
+            f"{shown(value)} is not the name of a variable: letters, digits and underscores, and no digit first"
+        )
+    if value.startswith(("LD_", "DYLD_")):
+        raise ValueError(
+            f"{shown(value)} is read by the dynamic loader, which may run other code before the tool's; leave it out"
+        )
+    return value
+
+
+def agent_name(value: str) -> str:
+    """An agent's name: any text that can be printed on one line."""
+    if not value or len(value) > _MAX_AGENT_NAME or not value.isprintable():
+        raise ValueError(f"an agent's name is 1 to {_MAX_AGENT_NAME} printable characters; {shown(value)} is not")
+    return value
+
+
+def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+class Section(BaseModel):
+    """A table of a file: frozen, nothing coerced, and no key that it does not know."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 DurationOrOff = Annotated[float | None, BeforeValidator(parse_duration_or_off)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 UidRangeField = Annotated[UidRange, BeforeValidator(parse_uid_range), PlainSerializer(str, return_type=str)]
-StringList = Annotated[tuple[str, ...], BeforeValidator(_mounts)]
+StringList = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
+AbsolutePath = Annotated[Path, BeforeValidator(absolute)]
+PathList = Annotated[tuple[AbsolutePath, ...], BeforeValidator(_tuple)]
+VariableNames = Annotated[tuple[Annotated[str, AfterValidator(variable_name)], ...], BeforeValidator(_tuple)]
+AgentName = Annotated[str, AfterValidator(agent_name)]
+PythonTools = Literal["container", "limits"]
+"""Where an agent's Python tools run: behind the container's boundary, or on the host under resource limits alone."""

@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from pool.cli_config import config_app, host_memory
 from pool.config import Settings, check_host, load
 from pool.config_models import SECTIONS, known_keys
+from pool.config_tools import COMMANDS, PrivilegedSettings
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 EXAMPLE = DOCS.parent / "emberpool.example.toml"
@@ -117,12 +119,52 @@ def test_check_prints_ok_and_the_effective_settings(write: Write) -> None:
 def test_what_check_prints_is_a_configuration_that_means_the_same(write: Write) -> None:
     mounts = ["/:/[bold]:ro", f"/:/{'long ' * 60}:ro"]
     result = CliRunner().invoke(config_app, ["check", str(write(f"[sandbox]\nmounts = {json.dumps(mounts)}\n"))])
-    rows = re.findall(r"^ *(\w+)\.(\w+) +(.*?) +(?:default|file)\s*$", result.stdout, re.MULTILINE)
-    printed: dict[str, dict[str, Any]] = {}
-    for section, key, value in rows:
-        printed.setdefault(section, {})[key] = tomllib.loads(f"v = {value}")["v"]
+    rows = re.findall(r"^ *([a-z_]+\..*?) +(.*?) +(?:default|file)\s*$", result.stdout, re.MULTILINE)
+    printed = tomllib.loads("\n".join(f"{where} = {value}" for where, value in rows))
     assert Settings(**printed) == Settings(sandbox={"mounts": mounts})
-    assert sum(len(keys) for keys in printed.values()) == sum(len(keys) for keys in known_keys().values())
+    assert len(rows) == sum(len(section.model_fields) for section in SECTIONS.values())
+
+
+AGENT = """
+[agents."my agent"]
+env = ["TZ"]
+allowed_tool_dirs = ["/srv/tools"]
+max_sessions = 2
+[agents."my agent".call]
+timeout = "30s"
+max_output = "64KiB"
+[agents.plain]
+"""
+
+
+@pytest.mark.usefixtures("_plenty_of_memory")
+def test_check_prints_what_an_agents_table_sets_as_a_file_writes_it(write: Write) -> None:
+    result = CliRunner().invoke(config_app, ["check", str(write(AGENT))])
+    rows = re.findall(r"^ *(agents\..*?) {2,}(.*?) +file\s*$", result.stdout, re.MULTILINE)
+    assert rows == [
+        ('agents."my agent".env', '["TZ"]'),
+        ('agents."my agent".allowed_tool_dirs', '["/srv/tools"]'),
+        ('agents."my agent".max_sessions', "2"),
+        ('agents."my agent".call.timeout', '"30s"'),
+        ('agents."my agent".call.max_output', '"64KiB"'),
+    ]
+    printed = tomllib.loads("\n".join(f"{where} = {value}" for where, value in rows))
+    assert Settings(**printed).agent("my agent") == load(write(AGENT), {}).settings.agent("my agent")
+
+
+@pytest.mark.usefixtures("_plenty_of_memory")
+def test_check_json_holds_agents_and_where_their_keys_came_from(write: Write) -> None:
+    answer = json.loads(CliRunner().invoke(config_app, ["check", str(write(AGENT)), "--json"]).stdout)
+    agent = answer["settings"]["agents"]["my agent"]
+    assert agent == {
+        "python_tools": None,
+        "env": ["TZ"],
+        "allowed_tool_dirs": ["/srv/tools"],
+        "max_sessions": 2,
+        "call": {"timeout": 30.0, "max_output": 65536},
+    }
+    assert answer["origins"]['agents."my agent".env'] == "file"
+    assert answer["origins"]["privileged.python_eval.timeout"] == "default"
 
 
 @pytest.mark.usefixtures("_plenty_of_memory")
@@ -160,7 +202,7 @@ def documented() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     section = ""
     for line in DOCS.read_text(encoding="utf-8").splitlines():
-        if heading := re.match(r"## (?:`\[(\w+)\]`)?", line):
+        if heading := re.match(r"## (?:`\[([\w.<>]+)\]`)?", line):
             section = heading[1] or ""
         elif section and (row := re.match(r"\| `(\w+)` \| (.*?) \| .+ \| .+ \|$", line)):
             found.setdefault(section, {})[row[1]] = row[2].strip("`")
@@ -168,17 +210,36 @@ def documented() -> dict[str, dict[str, str]]:
 
 
 def test_documentation_has_every_key_in_order_and_no_other() -> None:
-    assert {section: tuple(keys) for section, keys in documented().items()} == dict(known_keys())
+    expected: dict[str, tuple[str, ...]] = {}
+    for section, keys in known_keys().items():
+        if section.startswith("privileged."):
+            section = "privileged.<command>"
+        tables = ("call",) if section == "agents.*" else ()
+        if section != "privileged":
+            expected[section.replace("*", "<name>")] = tuple(key for key in keys if key not in tables)
+    assert {section: tuple(keys) for section, keys in documented().items()} == expected
 
 
 def test_documented_defaults_are_the_defaults() -> None:
     written = documented()
     assert written["pool"].pop("state_dir") == "by user"
-    given_back = {
-        section: {key: tomllib.loads(f"v = {text}")["v"] for key, text in keys.items()}
-        for section, keys in written.items()
-    }
+    command = written.pop("privileged.<command>")
+    assert command.pop("timeout") == "by command"
+    timeouts = dict(
+        re.findall(r"^\| `(\w+)` \| `([^`]+)` \| [^|]+ \|$", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    assert list(timeouts) == list(COMMANDS)
+    agent, call = written.pop("agents.<name>"), written.pop("agents.<name>.call")
+    assert agent.pop("env") == "[]"
+    assert {*agent.values(), *call.values()} == {"the pool's"}
+    given_back: dict[str, Any] = {section: values(keys) for section, keys in written.items()}
+    given_back["privileged"] = {name: values({**command, "timeout": text}) for name, text in timeouts.items()}
     assert Settings(**given_back) == Settings()
+
+
+def values(keys: dict[str, str]) -> dict[str, Any]:
+    """What the documented defaults mean in TOML."""
+    return {key: tomllib.loads(f"v = {text}")["v"] for key, text in keys.items()}
 
 
 def test_example_file_is_valid_has_every_key_and_says_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +247,16 @@ def test_example_file_is_valid_has_every_key_and_says_the_defaults(monkeypatch: 
     loaded = load(EXAMPLE, {})
     assert set(loaded.origins.values()) == {"file"}
     assert loaded.settings == Settings()
+
+
+def test_example_file_shows_every_key_of_an_agent_behind_number_signs() -> None:
+    _, found, rest = EXAMPLE.read_text(encoding="utf-8").partition("\n# [agents.")
+    assert found
+    tables = tomllib.loads("[agents." + re.sub(r"^# ", "", rest, flags=re.MULTILINE))
+    (agent,) = tables["agents"].values()
+    assert list(agent) == list(known_keys()["agents.*"])
+    assert list(agent["call"]) == list(known_keys()["agents.*.call"])
+    Settings(**tables)
 
 
 def test_documented_problems_are_what_the_command_prints(write: Write) -> None:
@@ -200,4 +271,7 @@ def test_documented_problems_are_what_the_command_prints(write: Write) -> None:
 
 
 def test_every_section_is_a_section_of_settings() -> None:
-    assert {name: field.annotation for name, field in Settings.model_fields.items()} == dict(SECTIONS)
+    for name, section in SECTIONS.items():
+        assert type(attrgetter(name)(Settings())) is section
+    assert {name.split(".")[0] for name in SECTIONS} | {"agents"} == set(Settings.model_fields)
+    assert {name.partition(".")[2] for name in SECTIONS if "." in name} == set(PrivilegedSettings.model_fields)

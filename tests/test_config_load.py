@@ -7,7 +7,9 @@ import os
 import re
 import tomllib
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +138,28 @@ def test_section_that_is_no_table_is_refused(write: Write) -> None:
         load_settings(write("pool = 3\n"), {"EMBERPOOL_POOL__NAME": "x"})
 
 
+def test_table_below_a_section_that_is_no_table_is_refused_too(write: Write) -> None:
+    path = write("[privileged]\nshell_exec = 3\n")
+    with pytest.raises(ConfigError, match=r"^privileged\.shell_exec: 3 is not a table of keys$"):
+        load_settings(path, {"EMBERPOOL_PRIVILEGED__SHELL_EXEC__TIMEOUT": "3s"})
+
+
+def test_environment_goes_on_top_of_a_table_below_a_section_key_by_key(write: Write) -> None:
+    path = write('[privileged.shell_exec]\ntimeout = "5s"\nmax_output = "1kB"\n')
+    loaded = load(path, {"EMBERPOOL_PRIVILEGED__SHELL_EXEC__TIMEOUT": "3s"})
+    command = loaded.settings.privileged.shell_exec
+    assert (command.timeout, command.max_output, command.network) == (3.0, 1000, "")
+    keys = ("timeout", "max_output", "network")
+    assert [loaded.origins[f"privileged.shell_exec.{key}"] for key in keys] == ["environment", "file", "default"]
+
+
+def test_agents_come_from_the_file_whatever_they_are_called(write: Write) -> None:
+    loaded = load(write('[agents."a.b c"]\nenv = ["TZ"]\n[agents.privileged.call]\ntimeout = "3s"\n'), {})
+    assert loaded.settings.agent("a.b c").env == ("TZ",)
+    agents = {key: origin for key, origin in loaded.origins.items() if key.startswith("agents")}
+    assert agents == {'agents."a.b c".env': "file", "agents.privileged.call.timeout": "file"}
+
+
 def test_settings_in_code_read_neither_environment_nor_file(monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
     monkeypatch.setenv("EMBERPOOL_POOL__MIN_STANDBY", "1")
     monkeypatch.setenv("EMBERPOOL_CONFIG", str(write("[pool]\nmax_waiters = 7\n")))
@@ -170,14 +194,23 @@ def test_environment_beats_the_file_key_by_key(write: Write) -> None:
         ("SANDBOX__USER", "1000:1000", "1000:1000"),
         ("SANDBOX__UID_RANGE", "5000:100", UidRange(5000, 100)),
         ("SANDBOX__RUNTIME", "", ""),
+        ("SANDBOX__PYTHON_TOOLS", "limits", "limits"),
+        ("SANDBOX__PYTHON_TOOLS", '"limits"', "limits"),
+        ("SANDBOX__LIMITS_STRICT", "false", False),
+        ("SANDBOX__ALLOWED_TOOL_DIRS", '["/srv/tools"]', (Path("/srv/tools"),)),
+        ("SANDBOX__WORKSPACE", "/srv/work", "/srv/work"),
+        ("TOOLS__MAX_BYTES", "1MiB", 1_048_576),
+        ("PRIVILEGED__SHELL_EXEC__TIMEOUT", "90s", 90.0),
+        ("PRIVILEGED__INSTALL_LIBRARY__NETWORK", "packages", "packages"),
         ("CALL__MAX_INPUT", "64MB", 64_000_000),
         ("CALL__MAX_INPUT", "4096", 4096),
     ],
 )
 def test_environment_value_is_written_as_in_the_file(variable: str, text: str, value: object) -> None:
-    section, key = variable.lower().split("__")
-    settings = load_settings(None, {f"EMBERPOOL_{variable}": text})
-    assert getattr(getattr(settings, section), key) == value
+    loaded = load(None, {f"EMBERPOOL_{variable}": text})
+    where = variable.lower().replace("__", ".")
+    assert attrgetter(where)(loaded.settings) == value
+    assert [key for key, origin in loaded.origins.items() if origin == "environment"] == [where]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +224,10 @@ def test_environment_value_is_written_as_in_the_file(variable: str, text: str, v
         ("POOL__MAX_WAITERS", "4\nname = 3"),
         pytest.param("POOL__MAX_WAITERS", "[" * 100_000, id="nested"),
         ("SANDBOX__MOUNTS", "/a:/a"),
+        ("SANDBOX__PYTHON_TOOLS", "docker"),
+        ("SANDBOX__ALLOWED_TOOL_DIRS", "/srv/tools"),
+        ("PRIVILEGED__SHELL_EXEC__TIMEOUT", "soon"),
+        ("PRIVILEGED__SHELL_EXEC__TIMEOUT", "3h"),
         ("POOL__IDLE_TIMEOUT", "1979-05-27"),
         pytest.param("POOL__NAME", "\udc80", id="not UTF-8"),
     ],
@@ -214,6 +251,14 @@ def test_wrong_environment_value_names_key_and_variable_in_one_line(variable: st
         ("EMBERPOOL_POL__NAME", "unknown setting; did you mean EMBERPOOL_POOL__NAME?"),
         ("EMBERPOOL_pool__name", "unknown setting; did you mean EMBERPOOL_POOL__NAME?"),
         ("EMBERPOOL_POOL", "unknown setting; [pool] has name, state_dir, min_standby,"),
+        (
+            "EMBERPOOL_PRIVILEGED__SHELL_EXEC__TIMOUT",
+            "unknown setting; did you mean EMBERPOOL_PRIVILEGED__SHELL_EXEC__TIMEOUT?",
+        ),
+        ("EMBERPOOL_PRIVILEGED__SHELL_EXEC__X", "unknown setting; [privileged.shell_exec] has timeout, max_output,"),
+        ("EMBERPOOL_PRIVILEGED", "unknown setting; settings are named EMBERPOOL_<SECTION>__<KEY>"),
+        ("EMBERPOOL_AGENTS__ANALYST__ENV", "unknown setting; what holds for one agent is set in the file"),
+        ("EMBERPOOL_AGENT", "unknown setting; what holds for one agent is set in the file"),
         ("EMBERPOOL_", "unknown setting; settings are named EMBERPOOL_<SECTION>__<KEY>"),
         ("EMBERPOOL_TOKEN", "unknown setting; settings are named EMBERPOOL_<SECTION>__<KEY>"),
     ],
@@ -234,11 +279,17 @@ def test_variables_that_are_no_settings_and_other_programs_variables_are_left_al
 
 def test_every_key_can_be_set_by_the_environment() -> None:
     example = tomllib.loads(EXAMPLE.read_text(encoding="utf-8"))
-    environ = {
-        f"EMBERPOOL_{section}__{key}".upper(): value if isinstance(value, str) else json.dumps(value)
-        for section, keys in example.items()
-        for key, value in keys.items()
-    }
+
+    def variables(name: str, tables: dict[str, Any]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for key, value in tables.items():
+            if isinstance(value, dict):
+                found |= variables(f"{name}{key.upper()}__", value)
+            else:
+                found[f"{name}{key.upper()}"] = value if isinstance(value, str) else json.dumps(value)
+        return found
+
+    environ = variables("EMBERPOOL_", example)
     loaded = load(None, environ)
     assert set(loaded.origins.values()) == {"environment"}
     assert loaded.settings == Settings(**example)
