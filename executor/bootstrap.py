@@ -74,7 +74,11 @@ def main():
     for entry in env:
         key, _, value = entry.partition("=")
         os.environ[key] = value
-    os.chdir(cwd)
+    try:
+        os.chdir(cwd)
+    except OSError as error:
+        os.write(2, os.fsencode("%s: %s\n" % (cwd, os.strerror(error.errno or 0))))
+        os._exit(CANNOT_RUN)
     if kind == "argv":
         run_program(body.split("\0"))
     else:

@@ -29,6 +29,7 @@ MAX_ARGUMENTS = 1_048_576
 what an 8 MiB stack limit allows."""
 _ENTRY = 9
 """Bytes of an entry besides its text: a NUL and a pointer."""
+MAX_PATH = 4_095
 MAX_ENV_LINE = 65_535
 """Bytes of a line that engine clients read in an ``--env-file``."""
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -58,7 +59,7 @@ class Call:
 
     ``env`` is added to what every call gets (``executor.profile.CALL_ENV``); it is the caller's explicit choice and nothing
     of the host's environment is ever added to it. ``timeout`` is seconds from the start of the call to its answer;
-    ``max_output`` is the bytes kept of each of stdout and stderr. Raises ``InvalidCall`` naming the field.
+    ``max_output`` is the bytes kept of each of stdout and stderr; ``cwd`` is where it begins. Raises ``InvalidCall`` naming the field.
     """
 
     argv: tuple[str, ...] = ()
@@ -68,6 +69,7 @@ class Call:
     timeout: float = 60.0
     max_output: int = 1_048_576
     max_input: int = 33_554_432
+    cwd: str = CALL_ENV["HOME"]
 
     def __post_init__(self) -> None:
         if not isinstance(self.argv, (tuple, list)):
@@ -86,6 +88,8 @@ class Call:
         if not isinstance(self.max_output, int) or not _is_number(self.max_output) or self.max_output < 0:
             raise InvalidCall(f"max_output must be 0 or more whole bytes; it is {self.max_output!r:.40}")
         _check_env(self.env)
+        if not self.cwd.startswith("/") or "\0" in self.cwd or _text_size("cwd", self.cwd) > MAX_PATH:
+            raise InvalidCall(f"cwd must be an absolute path of at most {MAX_PATH} bytes; it is {self.cwd!r:.60}")
 
     def within(self, seconds: float) -> Call:
         """The same call with ``seconds`` left; what was checked once is not checked again, and a moment is not counted."""
@@ -93,6 +97,12 @@ class Call:
             return self
         call = copy.copy(self)
         object.__setattr__(call, "timeout", seconds)
+        return call
+
+    def with_code(self, code: str) -> Call:
+        """The same call of other Python source, which is our own and not checked."""
+        call = copy.copy(self)
+        object.__setattr__(call, "code", code)
         return call
 
     @property
@@ -106,9 +116,11 @@ class Call:
 
     def request(self) -> bytes:
         """What a runner's child is told to do: the length of what is unusual about the call and of its code (4 bytes each),
-        then both. Unusual is all but code that adds nothing to the base environment: a JSON object with ``env``,
+        then both. Unusual is all but code that adds nothing to the base environment: a JSON object with ``env``, ``cwd``,
         ``argv`` or ``interpreter``."""
         unusual: dict[str, Any] = {}
+        if self.cwd != CALL_ENV["HOME"]:
+            unusual["cwd"] = self.cwd
         if self.env:
             unusual["env"] = dict(self.env)
         if self.code is None:
@@ -123,7 +135,7 @@ class Call:
         """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed."""
         env = "\0".join(f"{key}={value}" for key, value in {**base_env(image_env), **self.env}.items())
         body = self.code if self.code is not None else "\0".join(self.argv)
-        fields = (f"{CALL_ENV['HOME']}\0{self.kind}", env, body)
+        fields = (f"{self.cwd}\0{self.kind}", env, body)
         return _frame(_program()) + b"".join(_frame(text.encode("utf-8")) for text in fields)
 
 

@@ -883,6 +883,12 @@ def await_call():
     os.close(ASK)
     if "env" in request:
         os.environ.update(request["env"])
+    if "cwd" in request:
+        try:
+            os.chdir(request["cwd"])
+        except OSError as error:
+            os.write(2, os.fsencode("%s: %s\n" % (request["cwd"], os.strerror(error.errno or 0))))
+            os._exit(CANNOT_RUN)
     return request, data[8 + more :]
 
 

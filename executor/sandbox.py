@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 import structlog
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from executor.armed import RunnerConfig
@@ -26,6 +31,7 @@ from executor.result import (
     SandboxDied,
 )
 from executor.runners import Place, Runners
+from executor.staging import Fingerprints, StageLimits, Staging
 from executor.stream import CallStream, Sink
 from executor.verify import INSIDE_FILES, Finding, check_files, check_inside, check_inspect, probe_argv, require
 from executor.watch import EventHub, Watch
@@ -33,6 +39,7 @@ from executor.watch import EventHub, Watch
 log = structlog.get_logger("emberpool.sandbox")
 
 PROBE_TIMEOUT = 15.0
+TOOL_PLACE = "/tool"
 KILL_TIMEOUT = 5.0
 
 
@@ -50,7 +57,8 @@ class RunnerOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """What a sandbox is started from. ``profile.user`` is the keeper's ``uid:gid`` (PID 1), ``user`` the calls'.
-    ``staging`` is a host directory that holds a file ``nonce`` with ``nonce`` in it; ``lifetime`` is seconds."""
+    ``staging`` is a host directory that holds a file ``nonce`` with ``nonce`` in it, and gets copies of tool directories
+    within ``stage_limits``; ``fingerprints`` is shared by all sandboxes of a pool. ``lifetime`` is seconds."""
 
     identity: Identity
     profile: ContainerProfile
@@ -61,6 +69,8 @@ class SandboxSpec:
     lifetime: float
     seccomp: bool = True
     runner: RunnerOptions = RunnerOptions()
+    stage_limits: StageLimits = field(default_factory=StageLimits)
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
 
 
 class Sandbox:
@@ -97,6 +107,7 @@ class Sandbox:
             poison=self._poison,
             kill=self._kill,
         )
+        self._staging = Staging(Path(spec.staging), spec.stage_limits, spec.fingerprints)
         self._runners: Runners | None = None
         if python and tasks is not None:
             options = spec.runner
@@ -150,6 +161,24 @@ class Sandbox:
     def stream(self, call: Call) -> CallStream:
         """The call as a block to iterate over: its output as it comes, then its result."""
         return CallStream(lambda sink: self.call(call, sink), call.max_output)
+
+    @asynccontextmanager
+    async def tool_dir(self, source: Path, allowed: Sequence[Path]) -> AsyncIterator[str]:
+        """Show the code of this sandbox a host directory as it is now, read-only, while the block lasts; its path inside.
+
+        It must lie inside one of ``allowed``, links followed. Raises ``InvalidCall`` or ``StagingFailed``.
+        """
+        stage = partial(self._staging.stage, source, allowed, hold=True)
+        # Not to be torn: whether a version is held must be known. A copy is no longer than its limits allow.
+        with anyio.CancelScope(shield=True):
+            digest = await to_thread.run_sync(stage)
+        try:
+            await anyio.lowlevel.checkpoint_if_cancelled()
+            yield f"{TOOL_PLACE}/{digest}"
+        finally:
+            with anyio.CancelScope(shield=True):
+                # The last one to release an old version removes it.
+                await to_thread.run_sync(self._staging.release, digest)
 
     def _check_hello(self, facts: dict[str, object]) -> None:
         spec, files = self._spec, facts.get("files")

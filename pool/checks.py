@@ -61,6 +61,21 @@ def host_checks(settings: Settings) -> list[Check]:
     return [Check("host", "ok", "mount sources, seccomp profile and engine command of the configuration are there")]
 
 
+def tools_check(settings: Settings) -> Check:
+    """Where agents' Python tools run."""
+    unisolated = sorted(name for name in settings.agents if settings.agent(name).python_tools == "limits")
+    if settings.sandbox.python_tools == "limits":
+        apart = sorted(name for name in settings.agents if name not in unisolated)
+        text = "run on the host under limits, which is no boundary" + (
+            f"; but not of: {', '.join(apart)}" * bool(apart)
+        )
+        return Check("python tools", "warn", text, 'set sandbox.python_tools = "container"')
+    if unisolated:
+        text = f"run in containers, but of these agents on the host under limits, no boundary: {', '.join(unisolated)}"
+        return Check("python tools", "warn", line(text), 'set their python_tools to "container"')
+    return Check("python tools", "ok", "run in containers, of every agent")
+
+
 def memory_check(settings: Settings, info: EngineInfo) -> Check:
     """What all containers together may use, against the engine's memory."""
     if not info.memory:

@@ -11,6 +11,7 @@ from pool.cli_call import call
 from pool.cli_config import config_app
 from pool.cli_doctor import doctor
 from pool.cli_engine import engine_app, image_app
+from pool.cli_tool import launch_check, tool_app
 
 app = typer.Typer(
     no_args_is_help=True, help="A warm pool of hardened containers for tool code that nobody should trust."
@@ -18,7 +19,9 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(engine_app, name="engine")
 app.add_typer(image_app, name="image")
+app.add_typer(tool_app, name="tool")
 app.command("doctor")(doctor)
+app.command("launch-check")(launch_check)
 app.command("call")(call)
 
 

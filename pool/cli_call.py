@@ -8,6 +8,8 @@ import json
 import secrets
 import shutil
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +19,7 @@ from executor.result import CallResult, EmberpoolError
 from pool import interrupts
 from pool.config import ConfigError, Settings, load_settings
 from pool.pool import SandboxPool
+from pool.startup import make_ready
 
 TIMED_OUT, REFUSED = 124, 1
 
@@ -46,10 +49,7 @@ def call(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(REFUSED) from None
     except EmberpoolError as error:
-        if as_json:
-            typer.echo(json.dumps(error_object(error)))
-        else:
-            typer.echo(f"error: {type(error).__name__}: {error}", err=True)
+        show_error(error, as_json)
         raise typer.Exit(REFUSED) from None
     except KeyboardInterrupt:
         typer.echo("error: interrupted", err=True)
@@ -81,15 +81,30 @@ async def _call(
     stdin: bytes,
     timeout: float | None,
 ) -> CallResult:
+    await make_ready(settings, lambda text: typer.echo(f"emberpool: {text}", err=True))
+    async with swept(settings), SandboxPool(settings) as pool:
+        session = await pool.acquire(*key)
+        return await session.call(command, code=source, stdin=stdin, timeout=timeout)
+
+
+@asynccontextmanager
+async def swept(settings: Settings) -> AsyncIterator[None]:
+    """Remove the state directory of a one-shot pool after the block."""
     place = settings.pool.state_dir
     try:
-        async with SandboxPool(settings) as pool:
-            session = await pool.acquire(*key)
-            return await session.call(command, code=source, stdin=stdin, timeout=timeout)
+        yield
     finally:
         # An entry that is left names a container that could not be removed: then the directory stays, for its removal.
         if not any((place / "ledger").glob("*")):
             shutil.rmtree(place, ignore_errors=True)
+
+
+def show_error(error: EmberpoolError, as_json: bool) -> None:
+    """Say what went wrong: on stdout as an object, or on stderr in a line."""
+    if as_json:
+        typer.echo(json.dumps(error_object(error)))
+    else:
+        typer.echo(f"error: {type(error).__name__}: {error}", err=True)
 
 
 def result_object(result: CallResult) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class _Examination:
     async def run(self) -> list[Check]:
         return [
             *await _guarded("host", self._host),
+            *await _guarded("python tools", self._tools),
             *await _guarded("state directory", self._state, "mend it, or choose another pool.state_dir"),
             *await _guarded("engine", self._reach, _engine_remedy(), patience=_FIND_PATIENCE),
             *await _guarded("engine facts", self._facts),
@@ -86,6 +87,9 @@ class _Examination:
 
     async def _host(self) -> list[Check]:
         return await _in_thread(partial(checks.host_checks, self._settings))
+
+    async def _tools(self) -> list[Check]:
+        return [checks.tools_check(self._settings)]
 
     async def _state(self) -> list[Check]:
         path = self._settings.pool.state_dir

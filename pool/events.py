@@ -5,8 +5,10 @@ Times are the shell's clock in seconds; durations are seconds; ``jitter`` is a n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 SessionKey = tuple[str, str]
 """(agent, session)"""
@@ -30,7 +32,10 @@ class RefusalKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What the operator configured, as the core needs it. 0 means no limit where a limit may be absent."""
+    """What the operator configured, as the core needs it. 0 means no limit where a limit may be absent.
+
+    ``agent_quotas`` holds, by agent, what replaces ``max_sessions_per_agent`` for it; it is copied, and cannot be changed.
+    """
 
     min_standby: int = 2
     max_sandboxes: int = 8
@@ -39,6 +44,7 @@ class Policy:
     max_cold: int = 2
     max_cold_waiters: int = 32
     max_sessions_per_agent: int = 0
+    agent_quotas: Mapping[str, int] = field(default_factory=dict, hash=False)
     max_calls: int = 0
     parallel: int = 1
     idle_timeout: float = 600.0
@@ -51,6 +57,9 @@ class Policy:
     backoff_cap: float = 30.0
     failures_to_open: int = 3
     engine_grace: float = 15.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "agent_quotas", MappingProxyType(dict(self.agent_quotas)))
 
     def backoff(self, attempt: int, jitter: float) -> float:
         """Seconds before attempt number ``attempt`` (1 is the first repetition): doubled each time, capped, and spread

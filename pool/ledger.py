@@ -8,27 +8,30 @@ containers.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from executor.result import PoolUnusable
+from pool.private_files import check_private, read_private, take_lock, write_private
 
 EntryState = Literal["standby", "bound", "cold", "probe"]
 _STATES: tuple[EntryState, ...] = ("standby", "bound", "cold", "probe")
 _IDENTITY_VERSION = 1
 _KNOWN_IDS = 1_024
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*\Z", re.ASCII)
+_CONTAINER = re.compile(r"([0-9a-f]{64})?\Z", re.ASCII)
+_NONCE = re.compile(r"([0-9a-f]{32})\n\Z", re.ASCII)
+_PARTS = frozenset({"lock", "ledger", "staging", "pool.json", ".new-pool.json"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +56,19 @@ class StateDirectory:
 
     @classmethod
     def open(cls, path: Path) -> StateDirectory:
-        """Create or open ``path`` and lock it. Raises ``PoolUnusable``, having touched nothing, unless it is ours alone."""
+        """Create or open ``path`` and lock it. Raises ``PoolUnusable``, having touched nothing, unless it is ours alone;
+        ``StateLocked`` where a pool lives in it."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(path)
-            lock = _take_lock(path / "lock")
+            check_private(path)
+            lock = take_lock(path / "lock")
         except OSError as error:
             raise PoolUnusable(f"the state directory {path} cannot be used: {error.strerror or error}") from error
         try:
             for part in ("ledger", "staging"):
-                (path / part).mkdir(mode=0o700, exist_ok=True)
-                _check_private(path / part)
+                with suppress(FileExistsError):  # a link, too, which is refused below
+                    (path / part).mkdir(mode=0o700)
+                check_private(path / part)
             pool_id, secret = _identity(path / "pool.json")
             directory = cls(path, lock, pool_id, secret)
             directory.entries()
@@ -109,13 +114,14 @@ class StateDirectory:
             name, _, state = file.name.rpartition(".")
             try:
                 with self._writing():
-                    text = file.read_text("utf-8")
+                    text = read_private(file)
                 content = json.loads(text)
                 if state not in _STATES or content["name"] != name:
                     raise ValueError("its name and its content differ")
-                found.append(
-                    Entry(name, state, str(content["container"]), str(content["user"]), float(content["created"]))
-                )
+                # The name becomes a path below `staging`, and both become words to an engine.
+                if not _NAME.match(name) or not _CONTAINER.match(content["container"]):
+                    raise ValueError("its name or its ID is no container's")
+                found.append(Entry(name, state, content["container"], str(content["user"]), float(content["created"])))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 message = f"the ledger entry {file} is damaged ({error}); look at it, and remove it if it names nothing"
                 raise PoolUnusable(message) from error
@@ -127,7 +133,7 @@ class StateDirectory:
         target = self._ledger / f"{entry.name}.{entry.state}"
         draft = self._ledger / f".new-{target.name}"
         with self._writing():
-            draft.write_text(json.dumps(content), "utf-8")
+            write_private(draft, json.dumps(content))
             draft.replace(target)
 
     def bind(self, name: str) -> None:
@@ -153,6 +159,53 @@ class StateDirectory:
             file.chmod(0o644)
         return place, nonce
 
+    def staged(self, name: str) -> tuple[Path, str]:
+        """What ``stage`` made for a sandbox of an earlier start: its path and its nonce.
+
+        Raises ``PoolUnusable`` where it is not as ``stage`` left it: then somebody has had that sandbox, or it is not ours.
+        """
+        place, nonce = self._staging / name, None
+        try:
+            with self._writing():
+                # Tool directories are put beside the nonce, so that it stands alone before a sandbox's first use only.
+                if not place.is_symlink() and os.listdir(place) == ["nonce"]:  # noqa: PTH208 - names, not paths
+                    nonce = _NONCE.match(read_private(place / "nonce"))
+        except ValueError:
+            nonce = None
+        if nonce is None:
+            raise PoolUnusable(f"{place} is not as a sandbox that nobody has used leaves it")
+        return place, nonce[1]
+
+    # --- what is left of a dead pool ----------------------------------------------------------------------------------
+
+    def strays(self) -> list[Path]:
+        """What stands in the staging place of containers that no entry names: a removal of it was cut off, or failed."""
+        named = {entry.name for entry in self.entries()}
+        with self._writing():
+            return sorted(place for place in self._staging.iterdir() if place.name not in named)
+
+    def remove_stray(self, place: Path) -> None:
+        """Remove one of ``strays``; links are removed and not followed."""
+        with self._writing():
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place)
+            else:
+                place.unlink(missing_ok=True)
+
+    def destroy(self) -> None:
+        """Remove the whole directory, its lock last held by us. Raises ``PoolUnusable`` while it names or holds anything
+        that would be lost with it."""
+        with self._writing():
+            unknown = sorted(file.name for file in self.path.iterdir() if file.name not in _PARTS)
+        if unknown:
+            raise PoolUnusable(
+                f"{self.path} holds {unknown[0]!r}, which no pool made; look at it, and remove it by hand"
+            )
+        if self.entries():
+            raise PoolUnusable(f"the ledger of {self.path} still names containers", retry_after=5.0)
+        with self._writing():
+            shutil.rmtree(self.path)
+
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
@@ -162,51 +215,9 @@ class StateDirectory:
             raise PoolUnusable(message, retry_after=5.0) from error
 
 
-def _check_private(path: Path) -> None:
-    facts = path.lstat()
-    if not stat.S_ISDIR(facts.st_mode):
-        raise PoolUnusable(f"the state directory {path} is not a directory (links are not followed)")
-    if facts.st_uid != os.geteuid():
-        raise PoolUnusable(f"the state directory {path} belongs to uid {facts.st_uid}, not to uid {os.geteuid()}")
-    if facts.st_mode & 0o077:
-        mode = oct(stat.S_IMODE(facts.st_mode))
-        raise PoolUnusable(f"the state directory {path} is open to other users (mode {mode}); run: chmod 700 {path}")
-    for parent in path.absolute().parents:
-        facts = parent.stat()
-        if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
-            raise PoolUnusable(
-                f"{parent}, above the state directory, can be written by every user; choose another place"
-            )
-
-
-def _take_lock(path: Path) -> int:
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise PoolUnusable(f"{path} is a symbolic link; somebody else made it. Remove it") from error
-        raise
-    facts = os.fstat(lock)
-    if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
-        os.close(lock)
-        raise PoolUnusable(f"{path} is not a regular file of this user; somebody else made it. Remove it")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
-        os.close(lock)
-        message = (
-            f"the state directory {path.parent} is in use by a live pool (pid {holder}); stop it, or set pool.name"
-        )
-        raise PoolUnusable(message) from error
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    return lock
-
-
 def _identity(path: Path) -> tuple[str, bytes]:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(read_private(path))
         if content["version"] != _IDENTITY_VERSION:
             raise ValueError(f"version {content['version']} is not {_IDENTITY_VERSION}")
         pool_id, secret = str(content["pool_id"]), bytes.fromhex(content["secret"])

@@ -19,14 +19,16 @@ from executor.profile import LABEL_POOL
 from executor.result import EmberpoolError, EngineUnavailable, ImageMissing
 from executor.watch import EventHub
 from pool.config import Settings
-from pool.events import EngineDown, EngineUp, Event, SandboxDied
+from pool.events import EngineDown, EngineUp, Event, Fault, RefusalKind, SandboxDied
 from pool.refusals import fault_of
+from pool.startup import MakeImage, make_image
 from pool.workshop import Workshop, connection
 
 log = structlog.get_logger("emberpool.pool")
 
 FindEngine = Callable[[], Awaitable[tuple[Engine, EngineInfo]]]
 _RETRY_CAP = 5.0
+IMAGE_RETRY = 5.0
 
 
 class Shell(Protocol):
@@ -41,9 +43,17 @@ class EngineLink:
     """Keeps ``workshop.connection`` and the hub current while ``run`` runs."""
 
     def __init__(
-        self, settings: Settings, find: FindEngine, pool_id: str, hub: EventHub, shop: Workshop, shell: Shell
+        self,
+        settings: Settings,
+        find: FindEngine,
+        pool_id: str,
+        hub: EventHub,
+        shop: Workshop,
+        shell: Shell,
+        make_image: MakeImage = make_image,
     ) -> None:
-        self._settings, self._find, self._pool_id = settings, find, pool_id
+        self._settings, self._find, self._pool_id, self._make_image = settings, find, pool_id, make_image
+        self._tried_image = False
         self._hub, self._shop, self._shell = hub, shop, shell
         self._since, self._up, self._held = "", False, False
         self._seen: set[tuple[int, str, str, str]] = set()
@@ -111,8 +121,23 @@ class EngineLink:
             if self._shop.connection is not None:
                 # What runs needs its image no more: follow it, and let the next start find out.
                 return self._shop.connection.image
+            if not self._tried_image:
+                self._tried_image = True
+                return await self._bring_image(engine)
             message = f"the image {self._settings.sandbox.image} is not on the engine; run: emberpool image build --image {self._settings.sandbox.image}"
             raise ImageMissing(message, retry_after=error.retry_after) from error
+
+    async def _bring_image(self, engine: Engine) -> ImageInfo:
+        """Pull or build the image, once in the pool's life; whoever comes meanwhile is told so."""
+        reference = self._settings.sandbox.image
+
+        def report(text: str) -> None:
+            log.info("pool.image", pool=self._pool_id, image=reference, progress=text)
+            message = f"the image {reference} is being made ready ({text}); come back in a while"
+            self._shell.feed(EngineDown(Fault(RefusalKind.ENGINE_UNAVAILABLE, message), IMAGE_RETRY))
+
+        report("looking for it")
+        return await self._make_image(engine, reference, report)
 
     def _take(self, event: EngineEvent) -> None:
         # A new subscription repeats what lies in its first moment; an event counts once.

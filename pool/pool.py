@@ -32,16 +32,21 @@ from executor.result import (
     StateLost,
 )
 from executor.stream import Sink
+from executor.tool import ToolResult
 from executor.watch import EventHub
 from pool import events as ev
+from pool.audit import AuditEntry
 from pool.config import Settings
 from pool.events import Effect, Event, Policy, Refusal, SessionKey
 from pool.ledger import StateDirectory
 from pool.link import EngineLink, FindEngine
+from pool.privileged import Privileged
 from pool.refusals import error_of, fault_of
-from pool.session import Session
+from pool.session import Prepare, Session
+from pool.startup import MakeImage, make_image
 from pool.state import Phase, PoolState
-from pool.workshop import Workshop
+from pool.tools import ToolPlan, environment, run_on_host, with_retries
+from pool.workshop import ColdSetting, Workshop
 
 log = structlog.get_logger("emberpool.pool")
 
@@ -65,11 +70,14 @@ class SandboxPool:
 
     Entering the block opens and locks the state directory (``PoolUnusable``) and starts the supervisor. It does not wait
     for an engine: while none is there, everything is refused with the reason, and heals by itself once it is.
-    ``find`` returns the engine to use (by default the first that answers, see ``executor.locate``).
+    ``find`` returns the engine to use (by default the first that answers, see ``executor.locate``). Where the image is
+    missing on it at the start, ``make_image`` brings it (by default it is pulled or built), and callers are refused meanwhile.
     """
 
-    def __init__(self, settings: Settings | None = None, *, find: FindEngine | None = None) -> None:
-        self.settings = settings or Settings()
+    def __init__(
+        self, settings: Settings | None = None, *, find: FindEngine | None = None, make_image: MakeImage = make_image
+    ) -> None:
+        self.settings, self._make_image = settings or Settings(), make_image
         self._find = find or self._find_engine
         self._hub = EventHub()
         self._state = PoolState(policy_of(self.settings))
@@ -88,7 +96,9 @@ class SandboxPool:
         self._log = log.bind(pool=self._directory.pool_id, name=self.settings.pool.name)
         self._tasks: TaskGroup = anyio.create_task_group()
         self._shop = Workshop(self.settings, self._directory, self._hub, self._tasks)
-        self._link = EngineLink(self.settings, self._find, self._directory.pool_id, self._hub, self._shop, self)
+        self._link = EngineLink(
+            self.settings, self._find, self._directory.pool_id, self._hub, self._shop, self, self._make_image
+        )
         self._earlier, self._woken = anyio.Event(), float("inf")
         self._stepped = anyio.current_time()
         self._gone = anyio.Event()
@@ -169,19 +179,37 @@ class SandboxPool:
         max_output: int | None = None,
     ) -> CallResult:
         """One call in a disposable container of its own, as ``Session.call``; at most ``pool.max_cold`` run at once."""
-        call = self.new_call(argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output)
-        self._require_open()
-        waiter, place = self._wait()
-        deadline = anyio.current_time() + call.timeout
-        try:
-            self.feed(ev.ColdWanted(waiter, deadline))
-            await place.answered.wait()
-            if isinstance(place.answer, ev.Refuse):
-                raise error_of(place.answer.refusal)
-            return await self._run(place, lambda left: self._shop.cold(call.within(left)), deadline)
-        finally:
-            self._leave(waiter)
-            self.feed(ev.CallEnded(waiter) if isinstance(place.answer, ev.RunCold) else ev.WaiterGone(waiter))
+        return await self.run_cold(
+            self.new_call(argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output)
+        )
+
+    async def run_tool(self, plan: ToolPlan, arguments: object, *, session: str) -> ToolResult:
+        """Call a tool (see ``pool.tools.plan_tool``) for a session of its agent, where the plan says that it runs.
+
+        In a container it runs in the sandbox of ``(plan.agent, session)``, which is acquired for it; on the host only where
+        the configuration says ``limits``. What never started is tried again, up to ``plan.retries`` times. A tool that
+        fails is a result. Raises ``InvalidCall``, and what ``acquire`` and ``Session.call`` raise.
+        """
+        if plan.python_tools == "limits":
+            return await run_on_host(plan, arguments, self.settings)
+
+        async def once() -> ToolResult:
+            async with await self.acquire(plan.agent, session, timeout=plan.timeout) as handle:
+                return await handle.tool(
+                    plan.tool,
+                    arguments,
+                    allowed=plan.allowed,
+                    env=environment(plan.env),
+                    timeout=plan.timeout,
+                    max_output=plan.max_output,
+                )
+
+        return await with_retries(once, plan)
+
+    @property
+    def privileged(self) -> Privileged:
+        """The privileged commands, each call in a disposable container with the workspace's ``data/sandbox``."""
+        return Privileged(self.settings, self.run_cold)
 
     def snapshot(self) -> dict[str, Any]:
         """Counts derived from the core's state, for operators and tests: sandboxes by phase, sessions, waiters, health."""
@@ -200,6 +228,29 @@ class SandboxPool:
 
     # --- for Session --------------------------------------------------------------------------------------------------
 
+    async def run_cold(self, call: Call, setting: ColdSetting | None = None) -> CallResult:
+        """Wait for a cold place and run the call in a container of its own, made as ``setting`` says."""
+        self._require_open()
+        waiter, place = self._wait()
+        began = anyio.current_time()
+        deadline, entry = began + call.timeout, AuditEntry(call, began)
+        try:
+            self.feed(ev.ColdWanted(waiter, deadline))
+            await place.answered.wait()
+            if isinstance(place.answer, ev.Refuse):
+                raise error_of(place.answer.refusal)
+            entry.start(anyio.current_time())
+            return entry.told(
+                await self._run(place, lambda left: self._shop.cold(call.within(left), setting), deadline)
+            )
+        except EmberpoolError as error:
+            entry.failed(error)
+            raise
+        finally:
+            self._leave(waiter)
+            self._log.info("call.ended", **entry.fields(anyio.current_time(), self._shop.image_id))
+            self.feed(ev.CallEnded(waiter) if isinstance(place.answer, ev.RunCold) else ev.WaiterGone(waiter))
+
     def new_call(
         self,
         argv: Sequence[str] | None,
@@ -209,9 +260,11 @@ class SandboxPool:
         env: Mapping[str, str] | None,
         timeout: float | None,
         max_output: int | None,
+        agent: str = "",
     ) -> Call:
-        """A checked call under the configuration's ceilings. Raises ``InvalidCall``."""
-        limits = self.settings.call
+        """A checked call under the configuration's ceilings, those of ``agent`` where it has its own. Raises
+        ``InvalidCall``."""
+        limits = self.settings.agent(agent) if agent in self.settings.agents else self.settings.call
         if argv is not None and not isinstance(argv, list | tuple):
             kind = type(argv).__name__
             raise InvalidCall(f'argv must be a list of strings, for example ["ls", "-l"], not {kind}')
@@ -232,18 +285,27 @@ class SandboxPool:
             env=dict(env or {}),
             timeout=wanted,
             max_output=kept,
-            max_input=limits.max_input,
+            max_input=self.settings.call.max_input,
         )
 
     async def run_call(
-        self, key: SessionKey, epoch: int, call: Call, generation: str | None, sink: Sink | None = None
+        self,
+        key: SessionKey,
+        epoch: int,
+        call: Call,
+        generation: str | None,
+        sink: Sink | None = None,
+        prepare: Prepare | None = None,
     ) -> CallResult:
-        """Wait for the session's turn and run the call in its sandbox, its output into ``sink`` where there is one."""
+        """Wait for the session's turn and run the call in its sandbox, its output into ``sink`` where there is one.
+
+        ``prepare`` makes of it what this very sandbox is to run, within the same deadline.
+        """
         n = self._parse_generation(generation) if generation is not None else None
         self._require_open()
         waiter, place = self._wait()
         began = anyio.current_time()
-        deadline, poisoned, outcome = began + call.timeout, "", "cancelled"
+        deadline, poisoned, entry = began + call.timeout, "", AuditEntry(call, began)
         try:
             self.feed(ev.CallWanted(waiter, key, epoch, deadline, n))
             if place.answer is None:  # to wait for what is there already costs a turn of the event loop
@@ -253,24 +315,29 @@ class SandboxPool:
             assert isinstance(place.answer, ev.RunCall)  # noqa: S101 - a call is run or refused, nothing else
             n = place.answer.n
             box = self._shop.sandboxes[n]
+
+            async def run(left: float) -> CallResult:
+                if prepare is None:
+                    return await box.call(call.within(left), sink)
+                async with prepare(box, call) as prepared:
+                    entry.call = prepared
+                    return await box.call(prepared.within(max(0.001, deadline - anyio.current_time())), sink)
+
+            entry.start(anyio.current_time())
             try:
-                result = await self._run(place, lambda left: box.call(call.within(left), sink), deadline)
+                result = await self._run(place, run, deadline)
             finally:
                 poisoned = box.poisoned
-            result = result.ran_in(f"{self._shop.instance}-{n}")
-            outcome = "timed_out" if result.timed_out else "ok" if result.ok else "failed"
-            return result
+            return entry.told(result.ran_in(f"{self._shop.instance}-{n}"))
         except EmberpoolError as error:
-            outcome = error.reason
+            entry.failed(error)
             raise
         finally:
             self._log.info(
                 "call.ended",
                 session=self._directory.session_id(*key),
                 generation=f"{self._shop.instance}-{n}" if n is not None else None,
-                kind=call.kind,
-                outcome=outcome,
-                seconds=round(anyio.current_time() - began, 6),
+                **entry.fields(anyio.current_time(), self._shop.image_id),
             )
             ran = isinstance(place.answer, ev.RunCall)
             self._leave(waiter)
@@ -492,6 +559,7 @@ def policy_of(settings: Settings) -> Policy:
         reclaim_idle_after=pool.reclaim_idle_after,
         restart_limit=pool.restart_limit,
         restart_window=pool.restart_window,
+        agent_quotas={name: settings.agent(name).max_sessions for name in settings.agents},
     )
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from executor import files
+from executor.call import Call
 from executor.files import FileInfo
 from executor.result import CallResult, SessionClosed
+from executor.sandbox import TOOL_PLACE, Sandbox
+from executor.staging_copy import DIGEST_LENGTH
 from executor.stream import CallStream
+from executor.tool import Tool, ToolResult, encode_arguments, tool_code, tool_result
 from pool.events import SessionKey
 
 if TYPE_CHECKING:
     from pool.pool import SandboxPool
+
+Prepare = Callable[[Sandbox, Call], AbstractAsyncContextManager[Call]]
+"""What makes of a call the one that a very sandbox is to run, for as long as it runs."""
 
 
 class Session:
@@ -57,8 +66,40 @@ class Session:
         and whatever ``acquire`` raises when the session has to be given a sandbox anew.
         """
         self._require_attached()
-        call = self._pool.new_call(argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output)
+        call = self._new_call(argv, code, stdin, env, timeout, max_output)
         return await self._pool.run_call(self._key, self._epoch, call, generation)
+
+    async def tool(
+        self,
+        tool: Tool,
+        arguments: object = {},
+        *,
+        allowed: Sequence[Path] = (),
+        env: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        max_output: int | None = None,
+        generation: str | None = None,
+    ) -> ToolResult:
+        """Call a Python tool with ``arguments`` (a mapping, or the JSON text of an object) in the session's sandbox.
+
+        The tool's directory must lie inside one of ``allowed`` (by default it alone is), links followed, and is seen by the
+        code read-only, as it is at this moment. A tool that fails is a result whose ``ok`` is false. The rest as ``call``;
+        ``InvalidCall`` also says what is wrong about the directory. ``SandboxPool.run_tool`` does all that a manifest says.
+        """
+        limits = self._pool.settings.call
+        stdin = encode_arguments(arguments, max_input=limits.max_input)
+        code = tool_code(tool, f"{TOOL_PLACE}/{'0' * DIGEST_LENGTH}")
+        call = self._new_call(None, code, stdin, env, timeout, max_output)
+        prepare = None
+        if (directory := tool.directory) is not None:
+
+            @asynccontextmanager
+            async def prepare(box: Sandbox, call: Call) -> AsyncIterator[Call]:
+                async with box.tool_dir(directory, allowed or (directory,)) as root:
+                    yield call.with_code(tool_code(tool, root))
+
+        result = await self._pool.run_call(self._key, self._epoch, call, generation, prepare=prepare)
+        return tool_result(tool, result)
 
     def stream(
         self,
@@ -80,7 +121,7 @@ class Session:
         An image without Python cannot stream (``InvalidCall``).
         """
         self._require_attached()
-        call = self._pool.new_call(argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output)
+        call = self._new_call(argv, code, stdin, env, timeout, max_output)
         return CallStream(
             lambda sink: self._pool.run_call(self._key, self._epoch, call, generation, sink), call.max_output
         )
@@ -127,6 +168,19 @@ class Session:
     async def _file_call(self, request: bytes, doing: str, timeout: float | None, generation: str | None) -> bytes:
         result = await self.call(code=files.program(), stdin=request, timeout=timeout, generation=generation)
         return files.answer(result, doing)
+
+    def _new_call(
+        self,
+        argv: Sequence[str] | None,
+        code: str | None,
+        stdin: bytes,
+        env: Mapping[str, str] | None,
+        timeout: float | None,
+        max_output: int | None,
+    ) -> Call:
+        return self._pool.new_call(
+            argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output, agent=self._key[0]
+        )
 
     def _require_attached(self) -> None:
         if self._released:

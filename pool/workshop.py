@@ -3,13 +3,11 @@ belong to each. Decides nothing: every outcome goes back to whoever asked."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import anyio
@@ -18,16 +16,14 @@ from anyio.abc import TaskGroup
 
 from executor.call import Call
 from executor.cold import ColdSpec, cold_call, has_python
-from executor.engine import ContainerGone, Engine, EngineInfo, ImageInfo
+from executor.engine import ImageInfo
 from executor.profile import (
     LABEL_CONFIG,
     LABEL_INSTANCE,
     LABEL_KIND,
     LABEL_POOL,
     ContainerKind,
-    ContainerProfile,
     Identity,
-    Limits,
 )
 from executor.result import (
     CallResult,
@@ -39,58 +35,31 @@ from executor.result import (
     ProfileMismatch,
 )
 from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
+from executor.staging import Fingerprints, StageLimits
 from executor.watch import EventHub
+from pool.adoption import labels_of, take_over
+from pool.cleanup import LATE_START as LATE_START
 from pool.config import Settings
+from pool.config_tools import WORKSPACE
+from pool.connection import Connection as Connection
+from pool.connection import connection as connection
+from pool.connection import lifetime
+from pool.connection import shared_profile as shared_profile
 from pool.ledger import Entry, EntryState, StateDirectory
+from pool.sweeper import Sweeper
 from pool.users import UserPolicy
 
 log = structlog.get_logger("emberpool.pool")
 
 
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """A reachable engine with the configured image on it, and what is fixed for every container made over it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColdSetting:
+    """How a cold call's container differs from the shared profile: a host directory to mount, writable, at ``/workspace``
+    (calls then run as its owner), and a network other than none."""
 
-    engine: Engine
-    info: EngineInfo
-    image: ImageInfo
-    profile: ContainerProfile
-    config_hash: str
+    workspace: str
+    network: str = ""
 
-
-def shared_profile(settings: Settings, info: EngineInfo, pool_id: str) -> ContainerProfile:
-    """The one profile that every container of a pool is made from; only its user differs from container to container."""
-    box = settings.sandbox
-    parent = {"cgroupfs": f"/emberpool-{pool_id}", "systemd": f"emberpool-{pool_id}.slice"}
-    return ContainerProfile(
-        network=box.network,
-        limits=Limits(
-            cpu_seconds=box.cpu_seconds,
-            memory_mb=box.memory_mb,
-            open_files=box.open_files,
-            file_size_mb=box.file_size_mb,
-        ),
-        pids=box.pids,
-        tmpfs_mb=box.tmpfs_mb,
-        mounts=tuple(box.mounts),
-        cpus=box.cpus,
-        runtime=box.runtime,
-        seccomp=box.seccomp,
-        cgroup_parent="" if info.rootless else parent.get(info.cgroup_driver, ""),
-    )
-
-
-def connection(settings: Settings, engine: Engine, info: EngineInfo, image: ImageInfo, pool_id: str) -> Connection:
-    """Everything fixed at create time, and a hash of it: two containers of one hash are interchangeable."""
-    profile = shared_profile(settings, info, pool_id)
-    facts = {"profile": asdict(profile), "image": image.id, "user": settings.sandbox.user}
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    return Connection(engine, info, image, profile, digest)
-
-
-LATE_START = 120.0
-"""Seconds for which a start of unknown result stays in the ledger although its container is not there: a daemon that
-hung may carry it out after all."""
 
 LAST_SWEEP = 5.0
 """Seconds for which a pool that ends waits for the removal of what its ledger still names."""
@@ -111,22 +80,36 @@ class Workshop:
             settings.sandbox.user, settings.sandbox.uid_range, tuple(settings.sandbox.mounts)
         )
         self._python: dict[str, bool] = {}
+        self._fingerprints = Fingerprints()
         self._untold: set[str] = set()
+        self._sweeper = Sweeper(settings, state, self._users, self._user_policy)
+        self._inherited = self._sweeper.inherited
         self._tasks, self._asking = tasks, anyio.Lock()
 
     def name(self, n: int) -> str:
-        """The name of the container of sandbox ``n``."""
-        return f"emberpool-{self._state.pool_id}-{self.instance}-{n}"
+        """The name of the container of sandbox ``n``; one that an earlier instance made has that instance's."""
+        taken = self._inherited.taken.get(n)
+        return taken.name if taken else f"emberpool-{self._state.pool_id}-{self.instance}-{n}"
 
     def number(self, name: str) -> int | None:
         """The ``n`` of a sandbox's name; ``None`` for any other container's."""
         n = name.rpartition("-")[2]
-        return int(n) if n.isdecimal() and self.name(int(n)) == name else None
+        return int(n) if n.isdecimal() and self.name(int(n)) == name else self._inherited.number(name)
+
+    def age(self, n: int) -> float:
+        """Seconds since sandbox ``n`` was born, where an earlier instance made it; else 0, as it has just been started."""
+        taken = self._inherited.taken.get(n)
+        return max(0.0, time.time() - taken.created) if taken else 0.0
 
     @property
     def names(self) -> set[str]:
         """The containers that this instance is making, using or unmaking."""
         return set(self._users)
+
+    @property
+    def image_id(self) -> str:
+        """The image that containers are made from now; ``""`` while that is not known."""
+        return self.connection.image.id if self.connection is not None else ""
 
     def _require(self) -> Connection:
         if self.connection is None:
@@ -142,9 +125,9 @@ class Workshop:
         }
         return Identity(name=name, labels=labels)
 
-    def _enter(self, name: str, state: EntryState, image: ImageInfo) -> str:
+    def _enter(self, name: str, state: EntryState, image: ImageInfo, policy: UserPolicy | None = None) -> str:
         """Choose the calls' user of a container and put the container into the ledger, before its start."""
-        user = self._user_policy.calls_user(image, self._users.values(), offset=self._offset)
+        user = (policy or self._user_policy).calls_user(image, self._users.values(), offset=self._offset)
         self._offset += 1
         self._users[name] = user
         try:
@@ -155,36 +138,30 @@ class Workshop:
         return user
 
     def enter(self, n: int) -> None:
-        """Put sandbox ``n`` into the ledger, before its start. Raises ``PoolUnusable`` or ``ProfileMismatch``."""
-        self._enter(self.name(n), "standby", self._require().image)
+        """Put sandbox ``n`` into the ledger, before its start. Raises ``PoolUnusable`` or ``ProfileMismatch``.
+
+        A standby that an earlier instance left is in the ledger already: sandbox ``n`` is to be that one, if there is one.
+        """
+        if not self._inherited.claim(n):
+            self._enter(self.name(n), "standby", self._require().image)
 
     def bind(self, n: int) -> None:
         """Note in the ledger that sandbox ``n`` has a session, before the session has it. Raises ``PoolUnusable``."""
         self._state.bind(self.name(n))
 
     async def start(self, n: int) -> Sandbox:
-        """Start and verify sandbox ``n``. On any error the container may exist, and its entry stands: ``stop`` it."""
-        link, name = self._require(), self.name(n)
+        """Start and verify sandbox ``n``, or take it over. On any error the container may exist, and its entry stands:
+        ``stop`` it."""
+        link = self._require()
+        box = self.sandboxes[n] = await self._take_over(n, link) or await self._make(n, link)
+        return box
+
+    async def _make(self, n: int, link: Connection) -> Sandbox:
+        name = self.name(n)
         user = self._users[name]
         python = await self._has_python(link)
         place, nonce = self._state.stage(name)
-        call, pool = self._settings.call, self._settings.pool
-        spec = SandboxSpec(
-            identity=self._identity(name, "sandbox", link.config_hash),
-            # A limit on the container would wear a runner down; it sets one for each call instead.
-            profile=replace(link.profile, user=self._user_policy.keeper, cpu_limit=not python),
-            image=link.image,
-            user=user,
-            staging=str(place),
-            nonce=nonce,
-            lifetime=pool.standby_max_age + pool.max_lifetime + call.timeout + call.grace,
-            runner=RunnerOptions(
-                calls=call.calls_per_exec,
-                parallel=call.parallel,
-                preload=self._settings.sandbox.preload,
-                grace=call.grace,
-            ),
-        )
+        spec = self._spec(link, self._identity(name, "sandbox", link.config_hash), str(place), nonce, python=python)
 
         def created(container: str) -> None:
             self._state.enter(Entry(name, "standby", container=container, user=user, created=time.time()))
@@ -192,12 +169,56 @@ class Workshop:
 
         self._untold.add(name)
         try:
-            box = await start_sandbox(link.engine, self._hub, spec, python=python, tasks=self._tasks, created=created)
+            return await start_sandbox(link.engine, self._hub, spec, python=python, tasks=self._tasks, created=created)
         except (ImageMissing, ProfileMismatch, EngineFailed):
             self._untold.discard(name)  # the engine has answered: it will not carry the start out later
             raise
-        self.sandboxes[n] = box
+
+    async def _take_over(self, n: int, link: Connection) -> Sandbox | None:
+        """Take over the standby that ``enter`` chose for sandbox ``n``. Where it turns out unfit it is removed, and ``n`` is
+        in the ledger anew, to be made."""
+        entry = self._inherited.taken.get(n)
+        if entry is None:
+            return None
+        identity = Identity(name=entry.name, labels=labels_of(self._state.pool_id, link.config_hash))
+        try:
+            place, nonce = self._state.staged(entry.name)
+            spec = self._spec(link, identity, str(place), nonce, python=True)
+            box = await take_over(link.engine, self._hub, spec, entry.container, self._tasks)
+        except EmberpoolError as error:
+            log.info("sandbox.not_adopted", sandbox=entry.name, pool=self._state.pool_id, error=str(error))
+            await self._sweeper.remove(link, entry, time.time())
+            # What could not be removed now is from here on the next sweep's.
+            del self._inherited.taken[n], self._users[entry.name]
+            self._hub.forget(entry.name)
+            self._enter(self.name(n), "standby", link.image)
+            return None
+        self._python[link.image.id] = True
+        log.info("sandbox.adopted", sandbox=entry.name, pool=self._state.pool_id, n=n, age=round(self.age(n), 3))
         return box
+
+    def _spec(self, link: Connection, identity: Identity, place: str, nonce: str, *, python: bool) -> SandboxSpec:
+        call = self._settings.call
+        return SandboxSpec(
+            identity=identity,
+            # A limit on the container would wear a runner down; it sets one for each call instead.
+            profile=replace(link.profile, user=self._user_policy.keeper, cpu_limit=not python),
+            image=link.image,
+            user=self._users[identity.name],
+            staging=place,
+            nonce=nonce,
+            lifetime=lifetime(self._settings),
+            runner=RunnerOptions(
+                calls=call.calls_per_exec,
+                parallel=call.parallel,
+                preload=self._settings.sandbox.preload,
+                grace=call.grace,
+            ),
+            stage_limits=StageLimits(
+                max_bytes=self._settings.tools.max_bytes, max_files=self._settings.tools.max_files
+            ),
+            fingerprints=self._fingerprints,
+        )
 
     async def stop(self, n: int) -> None:
         """Remove sandbox ``n``, and everything of it once the container is confirmed absent. Raises the engine's error."""
@@ -234,24 +255,33 @@ class Workshop:
         self._users.pop(name, None)
         self._drop(name)
 
-    async def cold(self, call: Call) -> CallResult:
+    async def cold(self, call: Call, setting: ColdSetting | None = None) -> CallResult:
         """Run one call in a disposable container of its own."""
-        link = self._require()
-        async with self._disposable("cold") as (name, user):
+        link, policy = self._require(), self._user_policy
+        profile = link.profile
+        if setting is not None:
+            mounts = (f"{setting.workspace}:{WORKSPACE}",)
+            profile = replace(
+                profile, mounts=(*profile.mounts, *mounts), network=setting.network or "none", workdir=WORKSPACE
+            )
+            policy = replace(policy, mounts=mounts)
+        async with self._disposable("cold", policy) as (name, user):
             spec = ColdSpec(
                 identity=self._identity(name, "cold", link.config_hash),
-                profile=replace(link.profile, user=user),
+                profile=replace(profile, user=user),
                 image=link.image,
                 python=self._python.get(link.image.id, True),
             )
             return await cold_call(link.engine, self._hub, spec, call)
 
     @asynccontextmanager
-    async def _disposable(self, kind: Literal["cold", "probe"]) -> AsyncIterator[tuple[str, str]]:
+    async def _disposable(
+        self, kind: Literal["cold", "probe"], policy: UserPolicy | None = None
+    ) -> AsyncIterator[tuple[str, str]]:
         """Name and user of a container that ends with the block, in the ledger for as long as it may exist."""
         self._colds += 1
         name = f"emberpool-{self._state.pool_id}-{self.instance}-{kind[0]}{self._colds}"
-        user = self._enter(name, kind, self._require().image)
+        user = self._enter(name, kind, self._require().image, policy)
         watch = self._hub.watch(name)
         try:
             yield name, user
@@ -269,28 +299,13 @@ class Workshop:
             log.warning("pool.entry_stays", sandbox=name, pool=self._state.pool_id, error=str(error))
 
     async def sweep(self) -> int:
-        """Remove every container of the ledger that this instance does not use; how many there were.
-
-        An entry that knows its container's full ID removes only that; one that does not (its start was cut off) removes
-        the container of its name if that carries this pool's label. Nothing else is touched, however it is labelled.
-        What the engine will not remove now stays in the ledger for the next time: one stuck container must not close
-        the pool for all. Raises ``PoolUnusable``.
-        """
-        swept = 0
-        for entry in self._state.entries():
-            if entry.name in self._users:
-                continue
-            try:
-                await self._remove_own(entry)
-            except EmberpoolError as error:
-                log.warning("pool.not_swept", sandbox=entry.name, pool=self._state.pool_id, error=str(error))
-                continue
-            self._state.drop(entry.name)
-            swept += 1
-        return swept
+        """Remove every container of the ledger that this instance does not use (``Sweeper.sweep``); how many there were.
+        Raises ``PoolUnusable``."""
+        return await self._sweeper.sweep(self._require(), time.time())
 
     async def last_sweep(self) -> list[str]:
         """Sweep once more as the pool ends; the names of the containers that may exist all the same."""
+        self._sweeper.disinherit()
         try:
             if self.connection is not None and any(one.name not in self._users for one in self._state.entries()):
                 with anyio.move_on_after(LAST_SWEEP):
@@ -299,21 +314,3 @@ class Workshop:
         except PoolUnusable as error:
             log.warning("pool.not_swept", pool=self._state.pool_id, error=str(error))
             return sorted(self._users)
-
-    async def _remove_own(self, entry: Entry) -> None:
-        engine = self._require().engine
-        try:
-            facts = await engine.inspect(entry.name)
-        except ContainerGone:
-            if not entry.container and time.time() - entry.created < LATE_START:
-                raise  # a start that was given up may still arrive
-            return
-        try:
-            container, labels = str(facts["Id"]), dict(facts["Config"]["Labels"] or {})
-        except (LookupError, TypeError, ValueError) as error:
-            raise EngineFailed(f"the engine's record of {entry.name} has an unknown form") from error
-        ours = container == entry.container if entry.container else labels.get(LABEL_POOL) == self._state.pool_id
-        if ours:
-            await engine.remove(container)
-        else:
-            log.warning("pool.foreign_container", sandbox=entry.name, pool=self._state.pool_id)

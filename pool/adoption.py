@@ -1,0 +1,131 @@
+"""Taking over the standbys that a killed instance of the same pool left: which may be, and the proof that each is fit.
+
+Only a standby is ever taken over: its entry moves to bound before any session has it, so that the ledger is the proof that
+nobody has used it. Everything else is proven anew, as for a sandbox of this instance's own making. In doubt it is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyio.abc import TaskGroup
+
+from executor.engine import ContainerGone, Engine, ImageInfo
+from executor.profile import LABEL_CONFIG, LABEL_KIND, LABEL_POOL
+from executor.result import ProfileMismatch
+from executor.sandbox import Sandbox, SandboxSpec
+from executor.verify import check_inspect, require
+from executor.watch import EventHub
+from pool.cleanup import Leftover
+from pool.ledger import Entry
+from pool.users import UserPolicy
+
+
+@dataclass(slots=True)
+class Inheritance:
+    """Standbys of an earlier instance: ``offered`` may be taken over, and ``taken`` are sandboxes of this one, by number.
+    They keep their names."""
+
+    offered: list[Entry] = field(default_factory=list)
+    taken: dict[int, Entry] = field(default_factory=dict)
+
+    def claim(self, n: int) -> bool:
+        """Let sandbox ``n`` be one of the offered, if there is one."""
+        if self.offered:
+            self.taken[n] = self.offered.pop(0)
+            return True
+        return False
+
+    def number(self, name: str) -> int | None:
+        """The sandbox that has the container ``name`` of an earlier instance."""
+        return next((n for n, entry in self.taken.items() if entry.name == name), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standard:
+    """What a standby has to be like to be taken over. ``now`` is wall clock seconds, ``max_age`` seconds; ``taken`` are the
+    users of this instance's other sandboxes."""
+
+    pool_id: str
+    config_hash: str
+    image: ImageInfo
+    users: UserPolicy
+    taken: frozenset[str]
+    now: float
+    max_age: float
+
+
+def unfit(left: Leftover, standard: Standard) -> str:
+    """Why a leftover may not be taken over, as far as the ledger and the engine's record tell; ``""`` where it may."""
+    entry, facts = left.entry, left.facts
+    if left.found != "ours" or entry.state != "standby":
+        return "it is no standby of ours"
+    if not entry.container:
+        return "its start was cut off"
+    # A clock that was set back says nothing of its age.
+    if not 0 <= standard.now - entry.created < standard.max_age:
+        return "it is older than pool.standby_max_age"
+    try:
+        labels, image = dict(facts["Config"]["Labels"]), str(facts["Image"])
+    except (LookupError, TypeError, ValueError):
+        return "the engine's record of it has an unknown form"
+    if not _runs(facts):
+        return "it does not run"
+    if any(labels.get(key) != value for key, value in labels_of(standard.pool_id, standard.config_hash).items()):
+        return "it was made from other settings"
+    if image.removeprefix("sha256:") != standard.image.id.removeprefix("sha256:"):
+        return "it was made from another image"
+    if not _user_fits(entry.user, standard):
+        return "its calls' user is not one that the settings give"
+    return ""
+
+
+def labels_of(pool_id: str, config_hash: str) -> dict[str, str]:
+    """The labels by which instances of one pool recognise each other's sandboxes."""
+    return {LABEL_POOL: pool_id, LABEL_CONFIG: config_hash, LABEL_KIND: "sandbox"}
+
+
+def _user_fits(user: str, standard: Standard) -> bool:
+    policy = standard.users
+    try:
+        chosen = policy.calls_user(standard.image, standard.taken, offset=0)
+    except ProfileMismatch:
+        return False  # no sandbox can be had now; a start says why
+    if _of_its_own(chosen, policy):
+        return _of_its_own(user, policy) and user not in standard.taken
+    return user == chosen
+
+
+def _of_its_own(user: str, policy: UserPolicy) -> bool:
+    """Whether a user is one that each sandbox has for itself."""
+    uid, _, gid = user.partition(":")
+    return uid == gid and uid.isdecimal() and int(uid) in policy.uids.calls
+
+
+def _runs(facts: Mapping[str, Any]) -> bool:
+    status = facts.get("State")
+    return isinstance(status, Mapping) and status.get("Running") is True and not status.get("Paused")
+
+
+async def take_over(engine: Engine, hub: EventHub, spec: SandboxSpec, container: str, tasks: TaskGroup) -> Sandbox:
+    """Verify a running container as ``start_sandbox`` verifies a new one, and arm a runner in it.
+
+    ``container`` is the full ID that must have the name ``spec.identity.name``. A runner that the earlier instance left
+    in there, or anything else, makes it unfit. Raises ``ProfileMismatch``, ``SandboxDied`` or the engine's error.
+    """
+    watch = hub.watch(spec.identity.name)  # before the engine is asked: an end after its answer is seen
+    facts = await engine.inspect(spec.identity.name)
+    if facts.get("Id") != container:
+        raise ProfileMismatch(f"the name {spec.identity.name} is another container's")
+    if not _runs(facts) or watch.died.is_set():
+        raise ContainerGone(f"{spec.identity.name} has ended")
+    require(check_inspect(facts, spec.profile, spec.image, staging=spec.staging, labels=spec.identity.labels))
+    box = Sandbox(engine, hub, spec, container, python=True, tasks=tasks)
+    try:
+        await box.ready()
+    except BaseException:
+        box.let_go()
+        raise
+    return box

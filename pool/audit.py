@@ -1,0 +1,51 @@
+"""What is told of every call, in one structured line: never code, arguments, environment or output."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from executor.call import Call
+from executor.result import CallResult, EmberpoolError
+
+
+@dataclass(slots=True)
+class AuditEntry:
+    """One call under way; ``fields`` are its line. Times are the event loop's, in seconds."""
+
+    call: Call
+    asked: float
+    began: float | None = None
+    outcome: str = "cancelled"
+    result: CallResult | None = None
+
+    def start(self, now: float) -> None:
+        """Its turn has come."""
+        self.began = now
+
+    def told(self, result: CallResult) -> CallResult:
+        """It had a result."""
+        self.result = result
+        self.outcome = "timed_out" if result.timed_out else "ok" if result.ok else "failed"
+        return result
+
+    def failed(self, error: EmberpoolError) -> None:
+        """It had an error."""
+        self.outcome = error.reason
+
+    def fields(self, now: float, image: str) -> dict[str, Any]:
+        """``code`` is the SHA-256 (16 hex digits) of the source or of the argv; ``waited`` and ``seconds`` tell the wait for
+        a turn from the whole."""
+        call, result = self.call, self.result
+        body = call.code if call.code is not None else "\0".join(call.argv)
+        more = {} if result is None else {"exit_code": result.exit_code, "signal": result.signal}
+        return {
+            "kind": call.kind,
+            "code": hashlib.sha256(body.encode("utf-8")).hexdigest()[:16],
+            "image": image,
+            "outcome": self.outcome,
+            "waited": round((self.began if self.began is not None else now) - self.asked, 6),
+            "seconds": round(now - self.asked, 6),
+            **more,
+        }

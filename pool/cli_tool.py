@@ -1,0 +1,150 @@
+"""``emberpool tool``: call a tool of a manifest once, and list what there is; ``emberpool launch-check``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from executor.result import EmberpoolError
+from executor.tool import ToolResult
+from pool import interrupts
+from pool.cli_call import REFUSED, one_shot, result_object, show_error, swept
+from pool.config import ConfigError, Settings, load_settings
+from pool.doctor import examine
+from pool.launch import Launch, check_launch, failed
+from pool.manifest import Manifest, ToolEntry, load_manifest, resolve
+from pool.pool import SandboxPool
+from pool.startup import make_ready
+from pool.tools import ToolPlan, plan_tool, run_on_host
+
+tool_app = typer.Typer(no_args_is_help=True, help="The Python tools of a manifest.")
+
+_Manifest = Annotated[Path, typer.Argument(metavar="MANIFEST", help="The TOML file that describes agents and tools.")]
+_Config = Annotated[Path | None, typer.Option(metavar="FILE", help="The configuration.")]
+_Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+_STYLES = {"container": "green", "limits": "yellow", "refused": "red"}
+
+
+@tool_app.command("run")
+def run(
+    manifest: _Manifest,
+    tool: Annotated[str, typer.Argument(metavar="TOOL", help="Its name; a plugin's is plugin__<id>__<tool>.")],
+    args: Annotated[str, typer.Option("--args", metavar="JSON", help="The arguments, one object; - for stdin.")] = "{}",
+    agent: Annotated[str | None, typer.Option(help="The agent, where several have a tool of this name.")] = None,
+    session: Annotated[str, typer.Option(help="The session's name.")] = "cli",
+    config: _Config = None,
+    as_json: _Json = False,
+) -> None:
+    """Call a tool with ARGS and print what it returns; where it runs is what the configuration says.
+
+    In a container, it is a fresh one that is gone afterwards: no state is kept. A tool that fails ends with status 1 and its
+    error on stderr, a refusal too.
+    """
+    try:
+        settings = load_settings(config)
+        plan = plan_tool(load_manifest(manifest).find(tool, agent), settings)
+        arguments = sys.stdin.buffer.read() if args == "-" else args
+        result = interrupts.run(_run, settings, plan, arguments, session)
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+    except EmberpoolError as error:
+        show_error(error, as_json)
+        raise typer.Exit(REFUSED) from None
+    except KeyboardInterrupt:
+        typer.echo("error: interrupted", err=True)
+        raise typer.Exit(130) from None
+    _print(result, as_json)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+async def _run(settings: Settings, plan: ToolPlan, arguments: str | bytes, session: str) -> ToolResult:
+    if plan.python_tools == "limits":
+        return await run_on_host(plan, arguments, settings)
+    await make_ready(settings, lambda text: typer.echo(f"emberpool: {text}", err=True))
+    alone = one_shot(settings)
+    async with swept(alone), SandboxPool(alone) as pool:
+        return await pool.run_tool(plan, arguments, session=session)
+
+
+def _print(result: ToolResult, as_json: bool) -> None:
+    if as_json:
+        shown = {"ok": result.ok, "output": result.output, "error": result.error}
+        typer.echo(json.dumps({**shown, "result": result_object(result.result)}))
+        return
+    if result.output:
+        typer.echo(result.output, nl=not result.output.endswith("\n"))
+    if result.error:
+        typer.echo(result.error, err=True)
+
+
+@tool_app.command("list")
+def list_tools(manifest: _Manifest, config: _Config = None, as_json: _Json = False) -> None:
+    """The tools of a manifest: each with its agent and where it runs."""
+    try:
+        settings, found = load_settings(config), load_manifest(manifest)
+        rows = [(entry, resolve(entry, settings).python_tools) for entry in found.entries]
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+    if as_json:
+        typer.echo(json.dumps([{**_facts(entry), "python_tools": place} for entry, place in rows]))
+        return
+    table = Table("agent", "tool", "runs in", "description")
+    for entry, place in rows:
+        table.add_row(entry.agent, entry.name, f"[{_STYLES[place]}]{place}[/]", entry.description)
+    Console(highlight=False).print(table)
+
+
+def _facts(entry: ToolEntry) -> dict[str, str]:
+    return {"agent": entry.agent, "tool": entry.name, "description": entry.description}
+
+
+def launch_check(
+    manifest: _Manifest,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail also where a tool would run unisolated.")] = False,
+    config: _Config = None,
+    as_json: _Json = False,
+) -> None:
+    """Say for each agent and tool where it would run (container, limits, refused), why, and what to change.
+
+    Ends with status 1 where a tool cannot run at all, and with --strict where one would run on the host.
+    """
+    try:
+        settings, found = load_settings(config), load_manifest(manifest)
+        launches = interrupts.run(_check, settings, found)
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+    except KeyboardInterrupt:
+        typer.echo("error: interrupted", err=True)
+        raise typer.Exit(130) from None
+    bad = failed(launches, strict=strict)
+    if as_json:
+        typer.echo(
+            json.dumps({"ok": not bad, "strict": strict, "tools": [dataclasses.asdict(one) for one in launches]})
+        )
+    else:
+        _print_launches(launches)
+    raise typer.Exit(1 if bad else 0)
+
+
+async def _check(settings: Settings, manifest: Manifest) -> list[Launch]:
+    return await check_launch(manifest, settings, await examine(settings))
+
+
+def _print_launches(launches: list[Launch]) -> None:
+    for one in launches:
+        place = typer.style(f"{one.runs:<9}", fg=getattr(typer.colors, _STYLES[one.runs].upper()))
+        change = f" -> {one.change}" if one.change else ""
+        typer.echo(f"{place}  {one.agent}  {one.tool}  {one.why}{change}")
+    unisolated = sorted({one.agent for one in launches if one.runs == "limits"})
+    if unisolated:
+        typer.echo(f"agents with tools that run unisolated: {', '.join(unisolated)}")

@@ -1,0 +1,105 @@
+"""Files and directories that nobody but this user may have made, read or replaced, and the lock that a live pool holds."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from executor.result import PoolUnusable
+
+_HOLDER = re.compile(r"([1-9][0-9]{0,9})(?: ([0-9T:+-]{25}))?\n?\Z", re.ASCII)
+
+
+class StateLocked(PoolUnusable):
+    """Another pool lives in this state directory. ``holder`` says who, as far as its lock file tells."""
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(f"the state directory {path} is in use by a live pool ({holder}); stop it, or set pool.name")
+        self.holder = holder
+
+
+def check_private(path: Path) -> None:
+    """``PoolUnusable`` unless ``path`` is a directory of this user, closed to all others, where nobody can replace it."""
+    facts = path.lstat()
+    if not stat.S_ISDIR(facts.st_mode):
+        raise PoolUnusable(f"the state directory {path} is not a directory (links are not followed)")
+    if facts.st_uid != os.geteuid():
+        raise PoolUnusable(f"the state directory {path} belongs to uid {facts.st_uid}, not to uid {os.geteuid()}")
+    if facts.st_mode & 0o077:
+        mode = oct(stat.S_IMODE(facts.st_mode))
+        raise PoolUnusable(f"the state directory {path} is open to other users (mode {mode}); run: chmod 700 {path}")
+    for parent in path.absolute().parents:
+        facts = parent.stat()
+        if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
+            raise PoolUnusable(
+                f"{parent}, above the state directory, can be written by every user; choose another place"
+            )
+
+
+def take_lock(path: Path) -> int:
+    """Lock the file ``path``, made where it is missing; the descriptor that holds the lock until it is closed.
+
+    Raises ``StateLocked`` where another holds it, ``PoolUnusable`` where it is no file of ours, ``OSError``.
+    """
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise PoolUnusable(f"{path} is a symbolic link; somebody else made it. Remove it") from error
+        raise
+    try:
+        if not _ours(lock):
+            raise PoolUnusable(f"{path} is not a regular file of this user; somebody else made it. Remove it")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StateLocked(path.parent, _holder(lock)) from error
+    except BaseException:
+        os.close(lock)
+        raise
+    # For people only: whoever it names, dead or alive, the lock alone decides. So a full disk is no reason to refuse.
+    with suppress(OSError):
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()} {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode(), 0)
+    return lock
+
+
+def read_private(path: Path) -> str:
+    """The text of a file of ours. ``ValueError`` where it is a link, a pipe or another user's: a pool makes none such."""
+    try:
+        # Without O_NONBLOCK, a pipe in the file's place would be waited for.
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("it is a symbolic link") from None
+        raise
+    if not _ours(file):
+        os.close(file)
+        raise ValueError("it is not a regular file of this user")
+    with os.fdopen(file, encoding="utf-8") as text:
+        return text.read()
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of ours anew; a link in its place is not followed (``OSError``)."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _holder(lock: int) -> str:
+    match = _HOLDER.match(os.pread(lock, 100, 0).decode("ascii", "replace"))
+    if match is None:
+        return "pid unknown"
+    return f"pid {match[1]}, since {match[2]}" if match[2] else f"pid {match[1]}"
+
+
+def _ours(file: int) -> bool:
+    facts = os.fstat(file)
+    return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid()

@@ -1,0 +1,129 @@
+"""Privileged commands: each call runs in a disposable container, with the workspace's ``data/sandbox`` and nothing else of it.
+
+They are what a gateway's own built-in tools for shells, scripts, evaluation and installation come to. Nothing is kept of
+the container; what a command writes below ``/workspace`` stays.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path, PurePosixPath
+
+from executor.call import Call
+from executor.result import CallResult, InvalidCall
+from pool.config import Settings
+from pool.config_tools import WORKSPACE, CommandSettings
+from pool.workshop import ColdSetting
+
+RunCold = Callable[[Call, ColdSetting], Awaitable[CallResult]]
+
+PLACE = Path("data/sandbox")
+"""What of the workspace is mounted."""
+LIBRARIES = f"{WORKSPACE}/lib"
+"""Where ``install_library`` puts what it installs, and ``run_script`` finds it."""
+_INTERPRETERS = {".py": ("python3", "-B"), ".sh": ("sh",)}
+_REQUIREMENT = re.compile(
+    r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:\[[A-Za-z0-9._, -]*\])?"
+    r"(?:\s*(?:===?|~=|!=|<=?|>=?)\s*[A-Za-z0-9.*+!_-]+(?:\s*,\s*(?:===?|~=|!=|<=?|>=?)\s*[A-Za-z0-9.*+!_-]+)*)?\Z"
+)
+
+
+class Privileged:
+    """The commands. Each takes its ceilings from ``[privileged.<command>]``; ``timeout`` is seconds, at most that.
+
+    Raises ``InvalidCall`` (also where ``sandbox.workspace`` is not set, or its ``data/sandbox`` is not a directory of its
+    own), ``ProfileMismatch`` (it belongs to root), and what ``SandboxPool.call_cold`` raises.
+    """
+
+    def __init__(self, settings: Settings, run_cold: RunCold) -> None:
+        self._settings, self._run_cold = settings, run_cold
+
+    async def shell_exec(self, command: str, *, stdin: bytes = b"", timeout: float | None = None) -> CallResult:
+        """Run ``command`` by the image's ``sh``, in ``/workspace``."""
+        return await self._call("shell_exec", timeout, argv=("sh", "-c", _text("command", command)), stdin=stdin)
+
+    async def run_script(
+        self, path: str, args: Sequence[str] = (), *, stdin: bytes = b"", timeout: float | None = None
+    ) -> CallResult:
+        """Run a script of the workspace, a ``.py`` or a ``.sh``; ``path`` is relative to its ``data/sandbox``."""
+        place = PurePosixPath(_text("path", path))
+        if place.is_absolute() or ".." in place.parts or place.suffix not in _INTERPRETERS:
+            raise InvalidCall(
+                f"path must be relative to the workspace's {PLACE}, without .., and end in "
+                f"{' or '.join(_INTERPRETERS)}; it is {path!r:.80}"
+            )
+        argv = (*_INTERPRETERS[place.suffix], str(PurePosixPath(WORKSPACE) / place), *args)
+        return await self._call("run_script", timeout, argv=argv, stdin=stdin, env={"PYTHONPATH": LIBRARIES})
+
+    async def python_eval(self, code: str, *, stdin: bytes = b"", timeout: float | None = None) -> CallResult:
+        """Run Python source, in ``/workspace``."""
+        return await self._call("python_eval", timeout, code=_text("code", code), stdin=stdin)
+
+    async def install_library(self, *requirements: str, timeout: float | None = None) -> CallResult:
+        """Install packages by name (``"tabulate"``, ``"tabulate>=0.9"``) into ``/workspace/lib`` with the image's ``pip``.
+
+        It runs the packages' own code, in the container. Refused unless ``privileged.install_library.network`` is set: by
+        default no container has a network.
+        """
+        if not self._settings.privileged.install_library.network:
+            raise InvalidCall(
+                "install_library needs a network, and no container has one by default; choose it with "
+                "privileged.install_library.network in the configuration"
+            )
+        for one in requirements or ("",):
+            if not isinstance(one, str) or not _REQUIREMENT.match(one):
+                raise InvalidCall(
+                    f"{one!r:.80} is not a package name with an optional version, such as tabulate>=0.9; options, paths and "
+                    "addresses are not taken"
+                )
+        argv = ("python3", "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-cache-dir")
+        return await self._call("install_library", timeout, argv=(*argv, "--target", LIBRARIES, "--", *requirements))
+
+    async def _call(
+        self,
+        name: str,
+        timeout: float | None,
+        *,
+        argv: tuple[str, ...] = (),
+        code: str | None = None,
+        stdin: bytes = b"",
+        env: dict[str, str] | None = None,
+    ) -> CallResult:
+        limits: CommandSettings = getattr(self._settings.privileged, name)
+        wanted = limits.timeout if timeout is None else timeout
+        if wanted > limits.timeout:
+            raise InvalidCall(
+                f"timeout is {wanted:g} s; at most {limits.timeout:g} s are allowed (privileged.{name}.timeout)"
+            )
+        call = Call(
+            argv=argv,
+            code=code,
+            stdin=stdin,
+            env=env or {},
+            timeout=wanted,
+            max_output=limits.max_output,
+            max_input=self._settings.call.max_input,
+            cwd=WORKSPACE,
+        )
+        return await self._run_cold(call, ColdSetting(workspace=self._place(name), network=limits.network))
+
+    def _place(self, name: str) -> str:
+        """The directory that is mounted: of the workspace itself, not one that a link makes look so."""
+        if not self._settings.sandbox.workspace:
+            raise InvalidCall(f"{name} needs a workspace; set sandbox.workspace in the configuration")
+        workspace = Path(self._settings.sandbox.workspace).resolve()
+        place = workspace / PLACE
+        if place.resolve() != place or not place.is_dir():
+            shown = shlex.quote(str(place))
+            raise InvalidCall(f"{place} must be a directory, and no link on the way to it; run: mkdir -p {shown}")
+        if ":" in str(place):
+            raise InvalidCall(f"{place} holds a colon, which no mount can; choose another sandbox.workspace")
+        return str(place)
+
+
+def _text(name: str, value: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidCall(f"{name} must be a non-empty string")
+    return value

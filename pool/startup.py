@@ -1,0 +1,32 @@
+"""Make ready, at start, what no call may spend its time on: the engine found, and the image pulled or built."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from executor.docker import CommandLineEngine
+from executor.engine import Engine, ImageInfo
+from executor.image import ensure_image
+from executor.locate import find_engine
+from executor.result import ImageMissing
+from pool.config import Settings
+
+Report = Callable[[str], None]
+MakeImage = Callable[[Engine, str, Report], Awaitable[ImageInfo]]
+"""Brings the image of a reference to an engine, and reports its progress in short lines."""
+
+
+async def make_image(engine: Engine, reference: str, report: Report) -> ImageInfo:
+    """The image, pulled or built where it is missing (``executor.image``). Raises ``ImageMissing`` with the next step."""
+    if not isinstance(engine, CommandLineEngine):
+        raise ImageMissing(f"the image {reference} is not on the engine, and this kind of engine cannot fetch it")
+    return await ensure_image(engine, reference, report)
+
+
+async def make_ready(settings: Settings, report: Report) -> ImageInfo:
+    """Find the engine and bring the image to it, before a pool starts, for whoever would rather wait than be refused.
+
+    A pool does the same by itself and refuses meanwhile. Raises ``EngineUnavailable`` or ``ImageMissing``.
+    """
+    engine, _ = await find_engine(settings.sandbox.binary)
+    return await make_image(engine, settings.sandbox.image, report)

@@ -1,0 +1,136 @@
+"""A gateway's Python tools, carried out where the configuration says: in the session's sandbox, or under limits on the host.
+
+Where a tool runs is decided by the configuration and the manifest alone, never by what happens to be available: a tool
+whose place is the container is refused while there is none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import anyio
+import structlog
+from anyio import to_thread
+
+from executor.call import Call
+from executor.host import HOST, HostLimits, host_call
+from executor.result import EmberpoolError
+from executor.staging import resolve_tool_dir
+from executor.tool import Tool, ToolResult, encode_arguments, tool_code, tool_result
+from pool.audit import AuditEntry
+from pool.config import Settings
+from pool.config_types import PythonTools
+from pool.manifest import ToolEntry, resolve
+
+log = structlog.get_logger("emberpool.tools")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolPlan:
+    """A tool of an agent, and what holds for its calls. ``env`` holds names of the gateway's variables; the tool's directory
+    must lie inside one of ``allowed``. ``timeout`` and ``backoff`` are seconds, ``max_output`` bytes of each stream."""
+
+    agent: str
+    tool: Tool
+    python_tools: PythonTools
+    env: tuple[str, ...]
+    allowed: tuple[Path, ...]
+    timeout: float
+    max_output: int
+    retries: int = 0
+    backoff: float = 0.2
+
+
+def plan_tool(entry: ToolEntry, settings: Settings) -> ToolPlan:
+    """What a manifest's entry comes to under ``settings``. Raises ``ManifestError`` or ``InvalidCall``."""
+    holds = resolve(entry, settings)
+    tool = Tool(
+        name=entry.name, file=entry.file, inline=entry.inline, function=entry.function, directory=entry.directory
+    )
+    return ToolPlan(
+        agent=entry.agent,
+        tool=tool,
+        python_tools=holds.python_tools,
+        env=holds.env,
+        allowed=holds.allowed_tool_dirs,
+        timeout=holds.timeout,
+        max_output=holds.max_output,
+        retries=entry.retries,
+        backoff=entry.backoff,
+    )
+
+
+def environment(names: Iterable[str]) -> dict[str, str]:
+    """The variables of the gateway's environment that a tool gets: those named, and set here."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def retry_wait(plan: ToolPlan, attempt: int, error: EmberpoolError) -> float | None:
+    """Seconds before repetition number ``attempt`` (from 1); ``None`` where there is none.
+
+    Only what never started is tried again, since nothing else is known to have had no effect.
+    """
+    if attempt > plan.retries or error.started or not error.retryable:
+        return None
+    return max(plan.backoff * 2.0 ** (attempt - 1), error.retry_after or 0.0)
+
+
+async def with_retries(once: Callable[[], Awaitable[ToolResult]], plan: ToolPlan) -> ToolResult:
+    """Do it, and again where it never started, as ``plan`` says."""
+    attempt = 0
+    while True:
+        try:
+            return await once()
+        except EmberpoolError as error:
+            attempt += 1
+            wait = retry_wait(plan, attempt, error)
+            if wait is None:
+                raise
+            log.info("tool.retried", tool=plan.tool.name, reason=error.reason, attempt=attempt, wait=round(wait, 3))
+        await anyio.sleep(wait)
+
+
+async def run_on_host(plan: ToolPlan, arguments: object, settings: Settings) -> ToolResult:
+    """Call a tool on this host under limits: a guard against exhaustion and NOT a boundary (``executor.host``).
+
+    Raises ``InvalidCall`` and what ``executor.host.host_call`` raises.
+    """
+    box, tool = settings.sandbox, plan.tool
+    stdin = encode_arguments(arguments, max_input=settings.call.max_input)
+    root = await to_thread.run_sync(_place, plan)
+    call = Call(
+        code=tool_code(tool, root),
+        stdin=stdin,
+        timeout=plan.timeout,
+        max_output=plan.max_output,
+        max_input=settings.call.max_input + len(tool_code(tool, root).encode("utf-8")),
+    )
+    limits = HostLimits(
+        cpu_seconds=box.cpu_seconds,
+        memory_mb=box.memory_mb,
+        open_files=box.open_files,
+        file_size_mb=box.file_size_mb,
+        strict=box.limits_strict,
+    )
+    entry = AuditEntry(call, anyio.current_time())
+    entry.start(entry.asked)
+    try:
+        result = entry.told(await host_call(call, limits=limits, env=environment(plan.env), grace=settings.call.grace))
+    except EmberpoolError as error:
+        entry.failed(error)
+        raise
+    finally:
+        log.info("call.ended", generation=HOST, **entry.fields(anyio.current_time(), ""))
+    return tool_result(tool, result)
+
+
+def _place(plan: ToolPlan) -> str:
+    """The real path of a tool's directory, once it and the file are seen to lie where they may."""
+    tool = plan.tool
+    if tool.directory is None or tool.file is None:
+        return ""
+    resolve_tool_dir(tool.file, plan.allowed)
+    return str(resolve_tool_dir(tool.directory, plan.allowed))
