@@ -808,9 +808,9 @@ class Prepared:
         main = sys.modules["__main__"] = type(sys)("__main__")
         main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"])
         self._libc.deepen()
+        gc.freeze()  # what is young now is not the call's
         gc.unfreeze()
         gc.enable()
-        self.unchanged = Unchanged()
 
     def finish(self):
         """The caller's code has ended, and an error of it was shown: leave, at once where nobody could tell."""
