@@ -54,8 +54,9 @@ def _times(settings: Settings) -> Iterator[Problem]:
 
 def _sandbox(settings: Settings) -> Iterator[Problem]:
     pool, call, uids = settings.pool, settings.call, settings.sandbox.uid_range
-    # Each runner is a process and the one that waits for its call; PID 1 and its child are two more.
-    taken = 2 * call.parallel + 2
+    # Each runner is a process, the one that waits for its call, and who keeps that one's memory; PID 1 and its child are
+    # two more.
+    taken = 3 * call.parallel + 2
     if settings.sandbox.pids < taken + call.parallel:
         yield Problem(
             "call.parallel",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -51,6 +51,7 @@ from pool.workshop import ColdSetting, Workshop
 log = structlog.get_logger("emberpool.pool")
 
 MAX_KEY = 65_536
+MAX_SANDBOXES = 10_000
 STOP_PATIENCE = 30.0
 """Seconds beyond the drain that a closing pool waits for its containers to be confirmed gone."""
 
@@ -210,6 +211,27 @@ class SandboxPool:
     def privileged(self) -> Privileged:
         """The privileged commands, each call in a disposable container with the workspace's ``data/sandbox``."""
         return Privileged(self.settings, self.run_cold)
+
+    def resize(self, *, min_standby: int | None = None, max_sandboxes: int | None = None) -> None:
+        """Change the pool's size while it runs; what is not given stays.
+
+        Growth starts at once. For a shrink nothing that has a session is stopped: standbys go first, and the pool falls to
+        its size as sessions end. Raises ``InvalidCall`` or ``PoolClosed``.
+        """
+        self._require_open()
+        policy = self._state.policy
+        standby = policy.min_standby if min_standby is None else min_standby
+        most = policy.max_sandboxes if max_sandboxes is None else max_sandboxes
+        for name, count, least in (("min_standby", standby, 0), ("max_sandboxes", most, 1)):
+            if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= MAX_SANDBOXES:
+                raise InvalidCall(f"{name} must be a whole number from {least} to {MAX_SANDBOXES}; it is {count!r:.40}")
+        if standby > most:
+            raise InvalidCall(f"min_standby ({standby}) is above max_sandboxes ({most}); lower one or raise the other")
+        uids = self.settings.sandbox.uid_range
+        if most + policy.max_cold + 1 > uids.count:
+            raise InvalidCall(f"max_sandboxes ({most}) is more than sandbox.uid_range ({uids}) has uids for")
+        self._log.info("pool.resized", min_standby=standby, max_sandboxes=most)
+        self.feed(ev.PolicyChanged(replace(policy, min_standby=standby, max_sandboxes=most)))
 
     def snapshot(self) -> dict[str, Any]:
         """Counts derived from the core's state, for operators and tests: sandboxes by phase, sessions, waiters, health."""
@@ -559,7 +581,7 @@ def policy_of(settings: Settings) -> Policy:
         reclaim_idle_after=pool.reclaim_idle_after,
         restart_limit=pool.restart_limit,
         restart_window=pool.restart_window,
-        agent_quotas={name: settings.agent(name).max_sessions for name in settings.agents},
+        agent_quotas={name: own.max_sessions for name, own in settings.agents.items() if own.max_sessions is not None},
     )
 
 

@@ -68,11 +68,11 @@ TABLE: Mapping[tuple[Phase | None, Trigger], Phase | None] = MappingProxyType(
 
 
 def follow(phase: Phase | None, trigger: Trigger) -> Phase | None:
-    """The phase after ``phase`` upon ``trigger``. Raises ``LookupError`` where the table has no such row, which is always a
-    defect of the core."""
+    """The phase after ``phase`` upon ``trigger``. Raises ``LookupError`` where the table has no such row, which is always
+    a defect of the core."""
     try:
         return TABLE[phase, trigger]
     except KeyError:
-        where = phase.value if phase else "absent"
-        message = f"a sandbox that is {where} cannot be {trigger.value}; mend the caller, or add the row to pool/transitions.py"
-        raise LookupError(message) from None
+        was = phase.value if phase else "absent"
+        hint = "mend the caller, or add the row to pool/transitions.py"
+        raise LookupError(f"a sandbox that is {was} cannot be {trigger.value}; {hint}") from None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TypeVar
 
 from pool import events as ev
-from pool.state import Phase, PoolState, SandboxState, SessionState
+from pool.books import SandboxState, SessionState
+from pool.state import Phase, PoolState
 
 E = TypeVar("E")
 
@@ -59,15 +60,27 @@ def check_invariants(state: PoolState, now: float) -> None:
         return
     _check_service(state, now)
     claims = sum(1 for session in sessions.values() if may_have_one(state, session, now))
-    if state.health.reachable:
-        assert not (standing and claims), "somebody waits while a standby is free"
-    assert len(standing) <= max(policy.min_standby, claims)
-    live = sum(1 for box in boxes.values() if box.phase is not Phase.STOPPING)
-    assert not standing or live <= policy.max_sandboxes, "standbys go first when the pool shrinks"
-    if state.health.reachable and not state.health.failures:
-        starting = sum(1 for box in boxes.values() if box.phase is Phase.STARTING)
-        wanted = claims + max(0, policy.min_standby - len(standing))
-        assert starting >= min(wanted, policy.max_starting, policy.max_sandboxes - len(boxes) + starting)
+    _check_binds(state, len(standing), claims, now)
+    assert len(standing) <= policy.min_standby + claims
+    bound = [box for box in boxes.values() if box.phase is Phase.BOUND]
+    assert not standing or len(bound) + len(standing) <= policy.max_sandboxes, "standbys go first when the pool shrinks"
+    starting = sum(1 for box in boxes.values() if box.phase is Phase.STARTING)
+    wanted = claims + policy.min_standby - len(standing)
+    places = policy.max_sandboxes - len(boxes) + starting
+    if state.health.reachable and not state.health.starts.failures:
+        assert starting >= min(wanted, policy.max_starting, places)
+    elif state.health.reachable and now >= state.health.starts.retry_at:
+        assert starting >= min(wanted, 1, places), "after a failure one trial at a time, once its backoff has passed"
+
+
+def _check_binds(state: PoolState, standing: int, claims: int, now: float) -> None:
+    """No waiter waits while a standby is free; after a failed bind one bind at a time is tried, after its backoff."""
+    binds = state.health.binds
+    recording = sum(1 for box in state.in_phase(Phase.BOUND) if not box.recorded)
+    if not state.health.reachable or not (standing and claims):
+        return
+    assert binds.failures, "somebody waits while a standby is free"
+    assert now < binds.retry_at or recording, "the trial of a bind is due"
 
 
 def _check_sandbox(state: PoolState, box: SandboxState) -> None:
@@ -84,7 +97,8 @@ def _check_sandbox(state: PoolState, box: SandboxState) -> None:
 def _check_service(state: PoolState, now: float) -> None:
     """No waiter is left waiting for what is there, or for what cannot come."""
     health = state.health
-    refusing = health.fault is not None and not (health.reachable and now >= health.retry_at)
+    refusing = health.down is not None and not health.reachable
+    refusing |= any(circuit.fault and now < circuit.retry_at for circuit in (health.starts, health.binds))
     for waiter in state.waiters.values():
         if waiter.kind == "cold":
             assert len(state.cold) >= state.policy.max_cold or not health.reachable

@@ -236,9 +236,9 @@ def test_call_timeout_has_to_fit_into_a_sandbox_life() -> None:
 
 
 def test_runners_must_leave_the_calls_some_pids() -> None:
-    with pytest.raises(ConfigError, match=r"call\.parallel: 64 runners take 130 of sandbox\.pids \(128\)"):
+    with pytest.raises(ConfigError, match=r"call\.parallel: 64 runners take 194 of sandbox\.pids \(128\)"):
         Settings(call={"parallel": 64})
-    assert Settings(call={"parallel": 64}, sandbox={"pids": 256}).call.parallel == 64
+    assert Settings(call={"parallel": 64}, sandbox={"pids": 258}).call.parallel == 64
 
 
 def test_uid_range_needs_a_uid_for_each_container_and_one_for_pid_1() -> None:

@@ -1,4 +1,4 @@
-"""The pure core, scenario by scenario: what a session, a waiter, the engine or time does, and what is decided."""
+"""The pure core, scenario by scenario: what callers and their sandboxes do, and what is decided."""
 
 from __future__ import annotations
 
@@ -9,87 +9,10 @@ import pytest
 from pool import events as ev
 from pool.events import Policy, RefusalKind
 from pool.state import Phase
-from tests.core import NO_IMAGE, UNREACHABLE, UNUSABLE, Core
+from tests.core import NO_IMAGE, UNREACHABLE, Core
 
 A, B = ("agent", "a"), ("agent", "b")
 BARE = Policy(min_standby=0, max_sandboxes=2)
-
-
-# --- standbys ---------------------------------------------------------------------------------------------------------
-
-
-def test_standbys_start_at_the_pace_of_max_starting() -> None:
-    core = Core(Policy(min_standby=3, max_starting=2))
-    assert core.all(ev.StartSandbox) == [ev.StartSandbox(1), ev.StartSandbox(2)]
-    assert core.start_all() == [ev.StartSandbox(3)]
-    assert core.start_all() == []
-
-
-def test_nothing_starts_before_the_engine_answered() -> None:
-    core = Core(Policy(min_standby=1), reachable=False)
-    assert core.feed(ev.Tick()) == []
-    core.acquire("a")
-    assert core.effects == []
-    assert core.cold()
-    assert core.effects == []
-    core.feed(ev.EngineUp())
-    assert core.all(ev.StartSandbox)
-    assert core.all(ev.RunCold)
-
-
-def test_a_standby_older_than_its_age_is_replaced() -> None:
-    core = Core(Policy(min_standby=1, standby_max_age=10.0))
-    core.start_all()
-    assert core.wake() == [ev.StopSandbox(1, "aged"), ev.StartSandbox(2)]
-    assert core.now == 10.0
-
-
-@pytest.mark.parametrize("start", [0.7, 1.1, 2.3, 1e6 + 0.1])
-def test_due_times_are_met_at_the_moment_of_waking_despite_rounding(start: float) -> None:
-    core = Core(Policy(min_standby=1, standby_max_age=0.1), now=start)
-    core.start_all()
-    assert core.wake()[0] == ev.StopSandbox(1, "aged")
-
-
-@pytest.mark.parametrize("start", [0.7, 1.1, 2.3, 1e6 + 0.1])
-def test_a_death_ages_out_at_the_moment_of_waking_despite_rounding(start: float) -> None:
-    core = Core(replace(BARE, restart_limit=0, restart_window=0.1, reclaim_idle_after=None), now=start)
-    grant = core.granted("a")
-    core.feed(ev.SandboxDied(grant.n, "oom"))
-    assert core.all(ev.StartSandbox) == []
-    assert core.wake() == [ev.StartSandbox(2)]
-
-
-@pytest.mark.parametrize("start", [0.7, 1.1, 2.3, 1e6 + 0.1])
-@pytest.mark.parametrize("setting", ["idle_timeout", "max_lifetime"])
-def test_a_bound_sandbox_goes_at_the_moment_of_waking_despite_rounding(start: float, setting: str) -> None:
-    policy = Policy(min_standby=0, reclaim_idle_after=None, **{setting: 0.1})  # type: ignore[arg-type]
-    core = Core(policy, now=start)
-    core.granted("a")
-    assert [type(effect) for effect in core.wake()] == [ev.StopSandbox]
-
-
-def test_a_surplus_standby_is_stopped_when_its_waiter_left_during_the_start() -> None:
-    core = Core(BARE)
-    waiter = core.acquire("a")
-    core.feed(ev.WaiterGone(waiter))
-    assert core.start_all() == [ev.StopSandbox(1, "surplus")]
-
-
-def test_a_start_of_unknown_result_occupies_its_place_until_it_is_gone() -> None:
-    core = Core(replace(BARE, max_sandboxes=1, backoff_base=1.0))
-    core.acquire("a")
-    assert core.feed(ev.SandboxStartUnknown(1, UNREACHABLE)) == [ev.StopSandbox(1, "start_unknown")]
-    assert core.feed(ev.Tick(), after=5.0) == []
-    assert core.stop_all() == [ev.StartSandbox(2)]
-
-
-def test_a_late_start_failure_of_a_running_sandbox_is_not_believed() -> None:
-    core = Core(BARE)
-    grant = core.granted("a")
-    assert core.feed(ev.SandboxStartFailed(grant.n, UNREACHABLE)) == []
-    core.call(grant, "a")
-    assert core.only(ev.RunCall).n == grant.n
 
 
 # --- acquiring --------------------------------------------------------------------------------------------------------
@@ -156,6 +79,36 @@ def test_quota_refuses_at_once_and_says_when_to_retry() -> None:
     refusal = core.only(ev.Refuse).refusal
     assert refusal.kind is RefusalKind.QUOTA_EXCEEDED
     assert refusal.retry_after
+
+
+@pytest.mark.parametrize(("own", "refused"), [(1, True), (3, False), (0, False)])
+def test_an_agents_own_quota_replaces_the_general_one_and_0_is_no_limit(own: int, refused: bool) -> None:
+    core = Core(replace(BARE, max_sandboxes=9, max_sessions_per_agent=2, agent_quotas={"agent": own}))
+    core.granted("a")
+    if own != 1:
+        core.granted("b")
+    core.acquire("c")
+    assert [refuse.refusal.kind for refuse in core.all(ev.Refuse)] == [RefusalKind.QUOTA_EXCEEDED] * refused
+    if refused:
+        assert "max_sessions in the agent's own table" in core.only(ev.Refuse).refusal.message
+
+
+def test_an_agent_without_a_quota_of_its_own_has_the_general_one() -> None:
+    core = Core(replace(BARE, max_sessions_per_agent=1, agent_quotas={"other": 5}))
+    core.granted("a")
+    core.acquire("b")
+    assert "pool.max_sessions_per_agent" in core.only(ev.Refuse).refusal.message
+
+
+def test_quotas_are_copied_and_cannot_be_changed() -> None:
+    quotas = {"agent": 1}
+    policy = Policy(agent_quotas=quotas)
+    quotas["agent"] = 2
+    assert policy.agent_quotas == {"agent": 1}
+    assert policy == replace(policy)
+    assert hash(policy) == hash(replace(policy))
+    with pytest.raises(TypeError):
+        policy.agent_quotas["agent"] = 3  # type: ignore[index]
 
 
 def test_a_waiter_cancelled_between_bind_and_grant_gives_its_sandbox_back() -> None:
@@ -369,188 +322,148 @@ def test_a_start_that_the_engines_loss_cut_off_does_not_hide_that_loss() -> None
     assert core.only(ev.Refuse).refusal.kind is RefusalKind.ENGINE_UNAVAILABLE
 
 
-# --- idle sessions and pressure ---------------------------------------------------------------------------------------
-
-
-def test_an_idle_session_loses_its_sandbox_and_gets_another_for_its_next_call() -> None:
-    core = Core(replace(BARE, idle_timeout=10.0, reclaim_idle_after=None))
-    grant = core.granted("a")
-    assert core.wake() == [ev.StopSandbox(1, "idle")]
-    core.call(grant, "a")
-    assert core.all(ev.StartSandbox)
-    core.start_all()
-    core.feed(ev.BindRecorded(2))
-    assert core.only(ev.RunCall).n == 2
-
-
-def test_a_session_with_a_call_running_is_not_idle() -> None:
+def test_a_call_that_ran_longer_than_idle_timeout_and_lost_its_sandbox_is_restarted() -> None:
     core = Core(replace(BARE, idle_timeout=10.0))
     grant = core.granted("a")
     core.call(grant, "a")
-    assert core.feed(ev.Tick(), after=50.0) == []
+    core.feed(ev.SandboxDied(grant.n, "oom"), after=50.0)
+    assert core.all(ev.StartSandbox)
 
 
-def test_under_pressure_the_longest_idle_session_gives_way() -> None:
-    core = Core(replace(BARE, reclaim_idle_after=5.0))
-    core.granted("a")
-    core.feed(ev.Tick(), after=1.0)
-    core.granted("b")
-    core.acquire("c")
+def test_closing_and_acquiring_anew_does_not_reset_a_sessions_deaths() -> None:
+    core = Core(replace(BARE, max_sandboxes=3, restart_limit=1, restart_window=60.0, backoff_base=0.1))
+    for _ in range(2):
+        grant = core.granted("a")
+        core.feed(ev.SandboxDied(grant.n, "oom"), ev.SessionEnded(A, grant.epoch))
+        core.start_all()
+        core.stop_all()
+        core.feed(ev.Tick(), after=10.0)
+    core.acquire("a")
+    refusal = core.only(ev.Refuse).refusal
+    assert refusal.kind is RefusalKind.SANDBOX_DIED
+    assert refusal.retry_after == 40.0
+
+
+def test_closing_and_acquiring_anew_does_not_end_a_sessions_backoff() -> None:
+    core = Core(replace(BARE, max_sandboxes=3, backoff_base=4.0, reclaim_idle_after=None))
+    for _ in range(2):
+        grant = core.granted("a")
+        core.feed(ev.SandboxDied(grant.n, "oom"), ev.SessionEnded(A, grant.epoch))
+        core.start_all()
+        core.stop_all()
+    core.acquire("a")
     assert core.effects == []
-    assert core.wake() == [ev.StopSandbox(1, "reclaimed")]
-    assert core.now == 5.0
-
-
-def test_a_reclaimed_session_that_nobody_holds_is_forgotten_in_the_same_step() -> None:
-    core = Core(replace(BARE, max_sandboxes=1, reclaim_idle_after=5.0))
-    grant = core.granted("a")
-    core.feed(ev.HandleReleased(A, grant.epoch))
     core.acquire("b")
-    assert core.wake() == [ev.StopSandbox(1, "reclaimed"), ev.SessionForgotten(A, grant.epoch, "unused")]
-
-
-def test_a_dead_session_that_nobody_used_for_idle_timeout_is_not_restarted_any_more() -> None:
-    core = Core(replace(BARE, max_sandboxes=1, idle_timeout=10.0, reclaim_idle_after=None))
-    grant = core.granted("a")
-    core.feed(ev.SandboxDied(grant.n, "oom"))
-    core.feed(ev.Tick(), after=10.0)
-    assert core.stop_all() == []
-
-
-def test_a_dead_session_that_everybody_left_returns_as_a_newcomer() -> None:
-    core = Core(replace(BARE, max_sandboxes=1))
-    grant = core.granted("a")
-    core.feed(ev.SandboxDied(grant.n, "oom"), ev.HandleReleased(A, grant.epoch))
-    core.acquire("b")
-    core.acquire("a")
-    core.stop_all()
-    assert core.start_all() == [ev.BindSandbox(2, B)]
-
-
-def test_standbys_go_when_the_pool_shrinks_below_what_it_holds() -> None:
-    policy = Policy(min_standby=1, max_sandboxes=2)
-    core = Core(policy)
     core.start_all()
-    core.granted("a")
-    core.start_all()
-    assert core.feed(ev.PolicyChanged(replace(policy, max_sandboxes=1))) == [ev.StopSandbox(2, "surplus")]
-
-
-def test_a_shrunken_pool_keeps_its_bound_sandboxes_and_starts_nothing_until_it_fits() -> None:
-    core = Core(BARE)
-    core.granted("a")
-    core.granted("b")
-    assert core.feed(ev.PolicyChanged(replace(BARE, max_sandboxes=1, min_standby=1))) == []
-    core.feed(ev.SessionEnded(A, 1))
-    assert core.stop_all() == []
-    core.feed(ev.SessionEnded(B, 2))
-    assert core.stop_all() == [ev.StartSandbox(3)]
-
-
-# --- faults -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_image_refuses_at_once_and_does_not_promise_that_time_helps() -> None:
-    core = Core(BARE)
-    core.acquire("a")
-    core.feed(ev.SandboxStartFailed(1, NO_IMAGE))
-    refusal = core.only(ev.Refuse).refusal
-    assert refusal.kind is RefusalKind.IMAGE_MISSING
-    assert refusal.retry_after is None
-
-
-def test_an_engine_that_fails_once_is_tried_again_before_anyone_is_refused() -> None:
-    core = Core(replace(BARE, failures_to_open=2))
-    core.acquire("a")
-    assert core.feed(ev.SandboxStartFailed(1, UNREACHABLE)) == []
-    assert core.wake() == [ev.StartSandbox(2)]
-    core.feed(ev.SandboxStartFailed(2, UNREACHABLE))
-    refusal = core.only(ev.Refuse).refusal
-    assert refusal.kind is RefusalKind.ENGINE_UNAVAILABLE
-    assert refusal.retry_after
-
-
-def test_after_a_fault_one_trial_at_a_time_until_one_succeeds() -> None:
-    core = Core(Policy(min_standby=3, max_starting=3))
-    core.feed(*(ev.SandboxStartFailed(n, NO_IMAGE) for n in (1, 2, 3)))
-    assert core.wake() == [ev.StartSandbox(4)]
-    core.feed(ev.SandboxStarted(4))
-    assert len(core.all(ev.StartSandbox)) == 2
-
-
-def test_a_start_that_succeeds_closes_the_fault() -> None:
-    core = Core(replace(BARE, failures_to_open=2))
-    core.acquire("a")
-    core.feed(ev.SandboxStartFailed(1, NO_IMAGE))
-    core.feed(ev.Tick(), after=5.0)
-    core.granted("a")
-    core.acquire("b")
-    assert core.feed(ev.SandboxStartFailed(3, UNREACHABLE)) == []
-
-
-def test_an_unreachable_engine_refuses_and_comes_back() -> None:
-    core = Core(BARE)
-    core.feed(ev.EngineDown(UNREACHABLE, 3.0))
-    core.acquire("a")
-    assert core.only(ev.Refuse).refusal == ev.Refusal(RefusalKind.ENGINE_UNAVAILABLE, UNREACHABLE.message, 3.0)
-    core.feed(ev.EngineUp())
-    assert core.granted("a")
-
-
-def test_a_failed_bind_destroys_the_sandbox_and_refuses_its_waiter() -> None:
-    core = Core(BARE)
-    core.acquire("a")
-    core.start_all()
-    core.feed(ev.BindFailed(1, UNUSABLE))
-    assert core.all(ev.StopSandbox) == [ev.StopSandbox(1, "bind_failed")]
-    assert core.only(ev.Refuse).refusal.kind is RefusalKind.POOL_UNUSABLE
-
-
-def test_a_stop_that_failed_is_asked_for_again_after_its_backoff() -> None:
-    core = Core(replace(BARE, backoff_base=4.0))
-    grant = core.granted("a")
-    core.feed(ev.SessionEnded(A, grant.epoch))
-    assert core.feed(ev.SandboxStopFailed(1)) == []
-    assert core.wake() == [ev.StopSandbox(1, "again")]
+    assert core.only(ev.BindSandbox).key == B
+    assert core.wake() == [ev.StartSandbox(5)]
     assert core.now == 2.0
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
-
-
-def test_closing_refuses_waiters_and_lets_calls_run_until_the_drain_deadline() -> None:
-    core = Core(replace(BARE, max_sandboxes=1, max_cold=1))
+def test_a_closed_session_is_remembered_only_for_as_long_as_its_deaths_are_recent() -> None:
+    core = Core(replace(BARE, restart_window=60.0, max_sessions_per_agent=1))
     grant = core.granted("a")
-    call, cold, waiting = core.call(grant, "a"), core.cold(), core.acquire("b")
-    core.feed(ev.CloseBegan(core.now + 5.0))
-    assert core.only(ev.Refuse).waiter == waiting
-    assert not core.all(ev.EndCall)
-    core.wake()
-    assert {end.waiter for end in core.all(ev.EndCall)} == {call, cold}
-    assert core.only(ev.StopSandbox) == ev.StopSandbox(1, "closing")
-    assert not core.state.drained
-    assert core.feed(ev.CallEnded(call), ev.CallEnded(cold), ev.SandboxStopped(1)) == []
-    assert core.state.drained
-
-
-def test_a_call_is_told_to_end_only_once() -> None:
-    core = Core(BARE)
-    core.cold()
-    core.feed(ev.CloseBegan(core.now))
-    assert core.all(ev.EndCall)
-    assert core.feed(ev.Tick(), after=1.0) == []
-
-
-def test_nothing_starts_while_closing() -> None:
-    core = Core(Policy(min_standby=1))
-    core.feed(ev.CloseBegan(core.now + 5.0))
+    core.feed(ev.SandboxDied(grant.n, "oom"), ev.SessionEnded(A, grant.epoch))
+    assert core.all(ev.SessionForgotten) == [ev.SessionForgotten(A, grant.epoch, "closed")]
     core.start_all()
+    core.stop_all()
+    core.granted("b")  # what is remembered is no session that counts
+    core.feed(ev.Tick(), after=60.0)
+    assert A not in core.state.sessions
+    assert grant.epoch != core.only(ev.SessionForgotten).epoch
+
+
+def test_what_a_closed_sessions_call_leaves_is_no_death_of_whoever_acquires_it_anew() -> None:
+    core = Core(replace(BARE, restart_limit=0))
+    grant = core.granted("a")
+    call = core.call(grant, "a")
+    core.feed(ev.SessionEnded(A, grant.epoch))
+    core.granted("a")
+    core.feed(ev.CallEnded(call, "drained"), ev.SandboxDied(grant.n, "killed"), ev.SandboxStopped(grant.n))
+    assert core.state.sessions[A].deaths == []
+    assert core.state.sandboxes[2].phase is Phase.BOUND
+
+
+def test_a_closed_sessions_call_does_not_keep_its_successor_from_being_idle() -> None:
+    core = Core(replace(BARE, idle_timeout=10.0, reclaim_idle_after=None))
+    grant = core.granted("a")
+    call = core.call(grant, "a")
+    core.feed(ev.SessionEnded(A, grant.epoch))
+    core.granted("a")
+    core.feed(ev.CallEnded(call), after=5.0)
+    assert core.feed(ev.Tick(), after=5.0) == [ev.StopSandbox(2, "idle")]
+
+
+def test_calls_that_a_closing_pool_ended_are_no_deaths() -> None:
+    core = Core(replace(BARE, restart_limit=0))
+    grant = core.granted("a")
+    call = core.call(grant, "a")
+    core.feed(ev.CloseBegan(core.now))
+    assert core.all(ev.StopSandbox) == [ev.StopSandbox(grant.n, "closing")]
+    assert core.feed(ev.CallEnded(call, "drained")) == []
     assert core.stop_all() == []
     assert core.state.drained
 
 
-def test_a_start_that_ends_while_closing_is_stopped() -> None:
-    core = Core(BARE)
-    core.acquire("a")
-    core.feed(ev.CloseBegan(core.now + 5.0))
-    assert core.start_all() == [ev.StopSandbox(1, "closing")]
+# --- hostile sessions -------------------------------------------------------------------------------------------------
+
+
+def _dies(core: Core, n: int) -> None:
+    core.feed(ev.SandboxDied(n, "oom"))
+    core.stop_all()
+
+
+def test_while_a_session_is_backed_off_whoever_waits_is_served_first() -> None:
+    core = Core(replace(BARE, max_sandboxes=1, backoff_base=4.0, reclaim_idle_after=None))
+    hostile = core.granted("hostile")
+    core.acquire("b")
+    _dies(core, hostile.n)
+    core.start_all()  # its first death is healed ahead of everybody
+    assert core.only(ev.BindSandbox).key == ("agent", "hostile")
+    _dies(core, core.only(ev.BindSandbox).n)
+    core.start_all()
+    assert core.only(ev.BindSandbox).key == B
+
+
+def test_a_session_whose_sandboxes_die_at_once_has_one_start_at_a_time_and_few_in_all() -> None:
+    policy = replace(BARE, max_sandboxes=9, max_starting=9, restart_limit=3, restart_window=60.0, backoff_base=0.1)
+    core = Core(policy)
+    grant, starts = core.granted("a"), 1
+    for _ in range(5):
+        core.call(grant, "a")
+        core.call(grant, "a")
+    while core.now < 59.0:
+        for box in core.state.in_phase(Phase.BOUND):
+            core.feed(ev.SandboxDied(box.n, "oom"))
+        assert len(core.state.in_phase(Phase.STARTING)) <= 1
+        starts += len(core.state.in_phase(Phase.STARTING))
+        core.start_all()
+        core.stop_all()
+        core.feed(ev.Tick(), after=1.0)
+    assert starts == 1 + policy.restart_limit
+
+
+def test_many_sessions_of_one_agent_that_die_do_not_close_the_pool_for_others() -> None:
+    core = Core(replace(BARE, max_sandboxes=5, max_starting=5, failures_to_open=1, reclaim_idle_after=None))
+    for name in "abcd":
+        core.granted(name)
+    for _ in range(8):
+        core.feed(*(ev.SandboxDied(box.n, "oom") for box in core.state.in_phase(Phase.BOUND)))
+        core.start_all()
+        core.stop_all()
+        assert core.state.health.fault is None
+        core.feed(ev.Tick(), after=1.0)
+    waiter = core.acquire("b", agent="other")
+    core.start_all()
+    core.feed(*(ev.BindRecorded(bind.n) for bind in core.all(ev.BindSandbox)))
+    assert waiter in [grant.waiter for grant in core.all(ev.Grant)]
+
+
+def test_restarts_count_as_claims_so_that_starts_stay_within_what_is_wanted() -> None:
+    core = Core(Policy(min_standby=2, max_sandboxes=8, max_starting=8))
+    core.start_all()
+    core.granted("a")
+    core.start_all()
+    core.feed(ev.SandboxDied(1, "oom"))
+    assert core.all(ev.BindSandbox) == [ev.BindSandbox(2, A)]
+    assert len(core.all(ev.StartSandbox)) == 1
