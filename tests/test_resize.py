@@ -1,0 +1,101 @@
+"""A pool that changes its size while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from executor.result import InvalidCall, PoolClosed, PoolExhausted
+from pool.config import Settings
+from pool.pool import SandboxPool
+from tests.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend
+from tests.scripted import ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return virtual_backend()
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(latency=LATENCY) as engine:
+        yield engine
+
+
+async def test_growth_starts_at_once_and_serves_who_waits(engine: ScriptedEngine, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path / "s", max_sandboxes=1, max_starting=1, reclaim_idle_after="off")
+    async with running(engine, settings) as pool:
+        first = await pool.acquire("a", "1")
+        assert isinstance(await outcome(lambda: pool.acquire("a", "2", timeout=5)), PoolExhausted)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.acquire, "a", "3")
+            await until(lambda: pool.snapshot()["waiting"] == 1)
+            pool.resize(max_sandboxes=3, min_standby=1)
+        await until(lambda: count(pool, "standby") == 1)
+        assert count(pool, "bound") == 2
+        assert (await first.call(code="echo x")).ok
+
+
+async def test_a_shrink_stops_standbys_and_waits_for_sessions(engine: ScriptedEngine, tmp_path: Path) -> None:
+    async with running(engine, settings_of(tmp_path / "s", max_sandboxes=4, min_standby=2)) as pool:
+        sessions = [await pool.acquire("a", str(n)) for n in range(2)]
+        await until(lambda: count(pool, "standby") == 2)
+        generations = [one.generation for one in sessions]
+        pool.resize(max_sandboxes=1, min_standby=0)
+        await until(lambda: len(engine.boxes) == 2)
+        await anyio.sleep(60)
+        assert [one.generation for one in sessions] == generations
+        assert [(await one.call(code="echo x")).ok for one in sessions] == [True, True]
+        await sessions[0].close()
+        await until(lambda: len(engine.boxes) == 1)
+        await anyio.sleep(60)
+        assert count(pool, "bound") == len(engine.boxes) == 1
+
+
+BAD = {
+    "negative": {"min_standby": -1},
+    "no sandbox": {"max_sandboxes": 0},
+    "a float": {"max_sandboxes": 2.5},
+    "a boolean": {"min_standby": True},
+    "text": {"max_sandboxes": "3"},
+    "beyond any pool": {"max_sandboxes": 10_001},
+    "more standbys than sandboxes": {"min_standby": 5},
+    "more standbys than sandboxes of both": {"min_standby": 3, "max_sandboxes": 2},
+}
+
+
+@pytest.mark.parametrize("sizes", BAD.values(), ids=BAD)
+async def test_a_size_that_cannot_be_changes_nothing(
+    engine: ScriptedEngine, tmp_path: Path, sizes: dict[str, Any]
+) -> None:
+    async with running(engine, settings_of(tmp_path / "s", max_sandboxes=4)) as pool:
+        before = pool._state.policy
+        with pytest.raises(InvalidCall, match=r"min_standby|max_sandboxes"):
+            pool.resize(**sizes)
+        assert pool._state.policy is before
+
+
+async def test_a_size_beyond_the_uids_is_refused(engine: ScriptedEngine, tmp_path: Path) -> None:
+    keys = {"state_dir": tmp_path / "s", "min_standby": 0, "max_sandboxes": 4, "max_starting": 2, "overcommit": True}
+    settings = Settings(pool=keys, sandbox={"uid_range": "1879048192:8"})
+    async with running(engine, settings) as pool:
+        pool.resize(max_sandboxes=5)
+        with pytest.raises(InvalidCall, match="uid_range"):
+            pool.resize(max_sandboxes=6)
+
+
+async def test_a_pool_that_is_closed_is_not_resized(engine: ScriptedEngine, tmp_path: Path) -> None:
+    pool = SandboxPool(settings_of(tmp_path / "s"), find=engine.find)
+    with pytest.raises(PoolClosed):
+        pool.resize(max_sandboxes=2)
+    async with pool:
+        pool.resize(max_sandboxes=2)
+    with pytest.raises(PoolClosed):
+        pool.resize(max_sandboxes=2)
