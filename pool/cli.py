@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from pool import logs
 from pool.cli_call import call
+from pool.cli_cleanup import cleanup
 from pool.cli_config import config_app
 from pool.cli_doctor import doctor
 from pool.cli_engine import engine_app, image_app
@@ -23,11 +25,21 @@ app.add_typer(tool_app, name="tool")
 app.command("doctor")(doctor)
 app.command("launch-check")(launch_check)
 app.command("call")(call)
+app.command("cleanup")(cleanup)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"emberpool {version('emberpool')}")
+        raise typer.Exit
 
 
 @app.callback()
 def _options(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = "error",
+    _: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
 ) -> None:
     try:
         logs.configure(log_level)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -66,3 +67,6 @@ def _print(checks: Sequence[Check]) -> None:
         remedy = f" -> {check.remedy}" if check.remedy else ""
         status = typer.style(f"{check.status:<4}", fg=_COLOURS[check.status])
         typer.echo(f"{status}  {check.name:<{width}}  {check.detail}{remedy}")
+    counts = Counter(check.status for check in checks)
+    verdict = "a pool cannot run like this" if counts["fail"] else "a pool can run"
+    typer.echo(f"{verdict}: {counts['ok']} ok, {counts['warn']} to know of, {counts['fail']} failed")
