@@ -77,9 +77,9 @@ async def host_call(call: Call, *, limits: HostLimits, env: Mapping[str, str], g
     """Run one call on this host within ``limits``; ``env`` is what the operator lets through of the environment.
 
     Besides it the call gets PATH, HOME, LANG and TMPDIR as they are here, and its own ``env`` over all. It works in its
-    ``cwd`` or TMPDIR where it has one, or in a private directory that is removed. At its deadline, or when this is cancelled, its group gets
-    SIGTERM, and after ``grace`` seconds all that came of it SIGKILL. Raises ``ProfileMismatch`` where a limit cannot be set
-    and ``limits`` are strict, ``InvalidCall``, ``EngineFailed`` where nothing could be started.
+    ``cwd`` or its TMPDIR where it has one, else in a private directory that is removed. At its deadline, or when this is
+    cancelled, its group gets SIGTERM, and after ``grace`` seconds all that came of it SIGKILL. Raises ``ProfileMismatch``
+    where a limit cannot be set and ``limits`` are strict, ``InvalidCall``, ``EngineFailed`` where nothing could be started.
     """
     environment = host_environment(call, env)
     if not CAN_LIMIT:

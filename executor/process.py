@@ -1,4 +1,5 @@
-"""Engine client processes: the only place where emberpool starts one (the private engine's daemon aside).
+"""Engine client processes: the only place where one is started (``executor.launch`` starts the private engine's daemon,
+``executor.host_process`` the calls of the host path).
 
 Every client runs in a session of its own (a Ctrl-C at the terminal must not end it before its container is dealt with),
 with a chosen environment, and is killed and reaped whenever its block is left, cancelled or not.

@@ -314,6 +314,19 @@ def test_large_result_is_written_to_its_end(do: Do) -> None:
     assert done.output == "x" * 3_000_000
 
 
+@POSIX
+def test_result_is_whole_although_signals_interrupt_its_writing(do: Do) -> None:
+    done = do("""
+        import atexit, signal
+        def tool(n):
+            atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+            return "x" * n
+    """, {"n": 30_000_000})  # fmt: skip
+    assert (done.error, len(done.output)) == ("", 30_000_000)
+
+
 FAILED: list[tuple[str, object, list[str]]] = [
     ("def tool(city, units='m'): pass", {"town": "x"},
      ["the arguments do not fit: tool() got an unexpected keyword argument 'town'; the function is tool(city, units='m')"]),
@@ -422,6 +435,19 @@ def test_tool_in_a_package_can_import_relatively(do: Do, tmp_path: Path, place: 
         name=f"{place}/tool.py" if place else "tool.py",
     )
     assert (done.error, json.loads(done.output)) == ("", [place.rpartition("/")[2], "tool"])
+
+
+@POSIX
+@pytest.mark.parametrize("name", ["os", "codecs"])
+def test_package_named_like_a_module_that_is_loaded_already_takes_its_place_from_nobody(
+    do: Do, tmp_path: Path, name: str
+) -> None:
+    write(tmp_path, {f"{name}/__init__.py": "", f"{name}/helper.py": "NAME = 'helper'"})
+    done = do(
+        f"from .helper import NAME\nimport {name} as other\ndef tool(): return [NAME, hasattr(other, 'helper')]",
+        name=f"{name}/tool.py",
+    )
+    assert (done.error, done.output) == ("", '["helper", false]')
 
 
 @POSIX
