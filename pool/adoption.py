@@ -12,7 +12,7 @@ from typing import Any
 
 from anyio.abc import TaskGroup
 
-from executor.engine import ContainerGone, Engine, ImageInfo
+from executor.engine import Engine, ImageInfo
 from executor.profile import LABEL_CONFIG, LABEL_KIND, LABEL_POOL
 from executor.result import ProfileMismatch
 from executor.sandbox import Sandbox, SandboxSpec
@@ -115,12 +115,10 @@ async def take_over(engine: Engine, hub: EventHub, spec: SandboxSpec, container:
     ``container`` is the full ID that must have the name ``spec.identity.name``. A runner that the earlier instance left
     in there, or anything else, makes it unfit. Raises ``ProfileMismatch``, ``SandboxDied`` or the engine's error.
     """
-    watch = hub.watch(spec.identity.name)  # before the engine is asked: an end after its answer is seen
+    hub.watch(spec.identity.name)  # before the engine is asked, so that an end after its answer is seen
     facts = await engine.inspect(spec.identity.name)
     if facts.get("Id") != container:
         raise ProfileMismatch(f"the name {spec.identity.name} is another container's")
-    if not _runs(facts) or watch.died.is_set():
-        raise ContainerGone(f"{spec.identity.name} has ended")
     require(check_inspect(facts, spec.profile, spec.image, staging=spec.staging, labels=spec.identity.labels))
     box = Sandbox(engine, hub, spec, container, python=True, tasks=tasks)
     try:

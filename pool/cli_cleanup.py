@@ -86,9 +86,8 @@ async def _cleanup(settings: Settings, place: Path, dry_run: bool, quiet: bool) 
                     say(line)
                 if not dry_run:
                     await clean(engine, found)
-                    for dead in found.dead:
-                        if not dead.failed:
-                            remove_parent(shared_profile(settings, info, dead.state.pool_id).cgroup_parent)
+                    for dead in found.dead:  # the kernel keeps one that is in use
+                        remove_parent(shared_profile(settings, info, dead.state.pool_id).cgroup_parent)
                     say(_counted(found))
         failed = {what: why for dead in found.dead for what, why in dead.failed.items()}
         for what, why in failed.items():

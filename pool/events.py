@@ -157,9 +157,10 @@ class SessionEnded:
 
 @dataclass(frozen=True, slots=True)
 class SandboxStarted:
-    """Started and verified."""
+    """Started and verified. ``age`` is the seconds since its birth, where an earlier instance of the pool made it."""
 
     n: int
+    age: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

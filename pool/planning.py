@@ -164,8 +164,8 @@ def _refuse_faulty(books: Books, now: float) -> None:
     if refuses is None:
         return
     fault, again = refuses
-    # Only an engine's fault may pass by itself; the others need the operator, so no time to come back is named.
-    passes = fault.kind is RefusalKind.ENGINE_UNAVAILABLE
+    # An engine comes back and a disk is emptied; the other faults need the operator, so no time to come back is named.
+    passes = fault.kind in (RefusalKind.ENGINE_UNAVAILABLE, RefusalKind.POOL_UNUSABLE)
     retry_after = max(0.1, again - now) if passes else None
     for waiter in list(books.waiters.values()):
         # Cold calls start containers of their own: only an engine that does not answer speaks for them too.

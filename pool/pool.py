@@ -481,7 +481,7 @@ class SandboxPool:
             self.feed(ev.SandboxStartUnknown(n, fault_of(error), self.jitter()))
             return
         self._log.info("sandbox.started", sandbox=box.name, seconds=round(anyio.current_time() - began, 3))
-        self.feed(ev.SandboxStarted(n))
+        self.feed(ev.SandboxStarted(n, self._shop.age(n)))
 
     async def _stop(self, n: int, reason: str) -> None:
         began = anyio.current_time()

@@ -114,7 +114,7 @@ class PoolState(Books):
     def _on_started(self, event: ev.SandboxStarted, now: float) -> None:
         box = self._box(event.n, Phase.STARTING)
         if box is not None:
-            self.move(box, Trigger.STARTED, now)
+            self.move(box, Trigger.STARTED, now - event.age)
             self.health.starts = Circuit()
 
     def _on_start_failed(self, event: ev.SandboxStartFailed, now: float) -> None:

@@ -16,6 +16,7 @@ UNUSABLE = ev.Fault(ev.RefusalKind.POOL_UNUSABLE, "the ledger cannot be written"
 
 RETRYABLE_AFTER = {
     ev.RefusalKind.ENGINE_UNAVAILABLE,
+    ev.RefusalKind.POOL_UNUSABLE,
     ev.RefusalKind.POOL_EXHAUSTED,
     ev.RefusalKind.QUOTA_EXCEEDED,
 }

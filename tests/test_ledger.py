@@ -1,12 +1,12 @@
-"""The state directory: whose it must be, what its ledger keeps, and what a start removes because of it."""
+"""The ledger: what it keeps, what it refuses, and what a start removes because of it."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import subprocess
-import sys
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 
 from executor.profile import LABEL_POOL
 from executor.result import PoolUnusable
+from pool import ledger
 from pool.ledger import Entry, EntryState, StateDirectory
 from pool.pool import SandboxPool
 from tests.pools import count, outcome, running, settings_of, until
@@ -35,155 +36,9 @@ def _made(path: Path) -> StateDirectory:
     return StateDirectory.open(path)
 
 
-# --- whose it is ------------------------------------------------------------------------------------------------------
-
-
-def test_a_new_state_directory_is_private(state_dir: Path) -> None:
-    _made(state_dir).close()
-    for file in (state_dir, state_dir / "ledger", state_dir / "staging"):
-        assert file.stat().st_mode & 0o777 == 0o700
-    for name in ("pool.json", "lock"):
-        assert (state_dir / name).stat().st_mode & 0o777 == 0o600
-
-
-def test_its_identity_outlives_it(state_dir: Path) -> None:
-    first = _made(state_dir)
-    first.close()
-    first.close()
-    second = _made(state_dir)
-    assert (second.pool_id, second.session_id("a", "b")) == (first.pool_id, first.session_id("a", "b"))
-    second.close()
-
-
-def test_a_live_pools_directory_is_locked_and_names_its_holder(state_dir: Path) -> None:
-    holder = _made(state_dir)
-    with pytest.raises(PoolUnusable, match=f"in use by a live pool .pid {os.getpid()}"):
-        StateDirectory.open(state_dir)
-    holder.close()
-    _made(state_dir).close()
-
-
-def test_another_processs_lock_holds_until_it_ends(state_dir: Path) -> None:
-    program = "import sys; from pathlib import Path; from pool.ledger import StateDirectory\n"
-    program += "d = StateDirectory.open(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(state_dir)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parent.parent,
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(PoolUnusable, match=f"pid {other.pid}"):
-            StateDirectory.open(state_dir)
-        other.kill()
-    _made(state_dir).close()
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o705, 0o701])
-def test_a_directory_that_is_open_to_others_is_refused(state_dir: Path, mode: int) -> None:
-    state_dir.mkdir()
-    state_dir.chmod(mode)
-    with pytest.raises(PoolUnusable, match="chmod 700"):
-        StateDirectory.open(state_dir)
-    assert _files(state_dir) == {}
-
-
-@pytest.mark.parametrize("part", ["ledger", "staging"])
-def test_a_part_that_is_open_to_others_is_refused(state_dir: Path, part: str) -> None:
-    _made(state_dir).close()
-    (state_dir / part).chmod(0o777)
-    with pytest.raises(PoolUnusable, match="chmod 700"):
-        StateDirectory.open(state_dir)
-
-
-def test_a_parent_that_everybody_may_write_is_refused(state_dir: Path) -> None:
-    parent = state_dir / "open"
-    parent.mkdir(parents=True)
-    parent.chmod(0o777)
-    with pytest.raises(PoolUnusable, match="can be written by every user"):
-        StateDirectory.open(parent / "state")
-
-
-def test_a_link_in_place_of_the_directory_is_refused(state_dir: Path) -> None:
-    target = state_dir.with_name("target")
-    target.mkdir(mode=0o700)
-    state_dir.symlink_to(target)
-    with pytest.raises(PoolUnusable, match="links are not followed"):
-        StateDirectory.open(state_dir)
-    assert _files(target) == {}
-
-
-@pytest.mark.parametrize("part", ["ledger", "staging"])
-def test_a_link_in_place_of_a_part_is_refused(state_dir: Path, part: str) -> None:
-    target = state_dir.with_name("target")
-    target.mkdir(mode=0o700)
-    state_dir.mkdir(mode=0o700)
-    (state_dir / part).symlink_to(target)
-    with pytest.raises(PoolUnusable, match="links are not followed"):
-        StateDirectory.open(state_dir)
-
-
-def test_a_link_in_place_of_the_lock_is_refused_and_its_target_left_alone(state_dir: Path) -> None:
-    state_dir.mkdir(mode=0o700)
-    target = state_dir.with_name("target")
-    target.write_text("precious")
-    (state_dir / "lock").symlink_to(target)
-    with pytest.raises(PoolUnusable, match="symbolic link"):
-        StateDirectory.open(state_dir)
-    assert target.read_text() == "precious"
-
-
-@pytest.mark.timeout(20)
-def test_a_pipe_in_place_of_the_lock_is_refused_without_waiting(state_dir: Path) -> None:
-    state_dir.mkdir(mode=0o700)
-    os.mkfifo(state_dir / "lock")
-    with pytest.raises(PoolUnusable, match="regular file"):
-        StateDirectory.open(state_dir)
-
-
-def test_a_directory_of_another_user_is_refused(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _made(state_dir).close()
-    before = _files(state_dir)
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(PoolUnusable, match="belongs to uid"):
-        StateDirectory.open(state_dir)
-    assert _files(state_dir) == before
-
-
-def test_a_file_in_place_of_the_directory_is_refused(state_dir: Path) -> None:
-    state_dir.write_text("not a directory")
-    with pytest.raises(PoolUnusable):
-        StateDirectory.open(state_dir)
-    assert state_dir.read_text() == "not a directory"
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "", "{", "[]", "null", "7", '{"version": 2}', '{"version": 1}', '{"version": 1, "pool_id": "a", "secret": "00"}',
-        '{"version": 1, "pool_id": "../../../../", "secret": "' + "00" * 32 + '"}',
-        '{"version": 1, "pool_id": 123456789012, "secret": 7}', "\udcff",
-    ],
-)  # fmt: skip
-def test_a_damaged_identity_is_refused_and_kept(state_dir: Path, content: str) -> None:
-    _made(state_dir).close()
-    (state_dir / "pool.json").write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(PoolUnusable, match="damaged"):
-        StateDirectory.open(state_dir)
-    assert (state_dir / "pool.json").read_bytes() == content.encode("utf-8", "surrogateescape")
-    # A refusal gives the lock back.
-    (state_dir / "pool.json").unlink()
-    _made(state_dir).close()
-
-
-def test_a_missing_identity_beside_a_ledger_with_entries_is_refused(state_dir: Path) -> None:
-    directory = _made(state_dir)
-    directory.enter(Entry("box", "standby"))
-    directory.close()
-    (state_dir / "pool.json").unlink()
-    with pytest.raises(PoolUnusable, match="missing although"):
-        StateDirectory.open(state_dir)
+def _disk_is_full(*args: Any, **words: Any) -> Any:
+    """What a call of the system meets then."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 # --- the ledger -------------------------------------------------------------------------------------------------------
@@ -216,7 +71,7 @@ def test_binding_what_is_not_in_the_ledger_is_refused(state_dir: Path) -> None:
         _made(state_dir).bind("box")
 
 
-@pytest.mark.parametrize("step", ["write_text", "replace"])
+@pytest.mark.parametrize("step", ["write", "rename"])
 def test_a_write_that_is_cut_off_leaves_the_old_entry_whole(
     state_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -224,15 +79,18 @@ def test_a_write_that_is_cut_off_leaves_the_old_entry_whole(
     old = Entry("box", "standby", "c" * 64)
     directory.enter(old)
 
-    def cut_off(self: Path, *args: Any) -> None:
-        if step == "write_text":
-            self.write_bytes(b'{"na')
-        raise OSError(28, "No space left on device")
+    def cut_off(path: Path, text: str) -> None:
+        path.write_bytes(b'{"na')
+        _disk_is_full()
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, step, cut_off)
-        with pytest.raises(PoolUnusable, match="No space left"):
+        if step == "write":
+            patched.setattr(ledger, "write_private", cut_off)
+        else:
+            patched.setattr(Path, "replace", _disk_is_full)
+        with pytest.raises(PoolUnusable, match="No space left") as refused:
             directory.enter(Entry("box", "standby", "d" * 64))
+        assert refused.value.retry_after
         assert directory.entries() == [old]
     directory.close()
     assert _made(state_dir).entries() == [old]
@@ -250,21 +108,112 @@ def test_a_write_that_is_cut_off_leaves_the_old_entry_whole(
         ("box.unknown", json.dumps({"name": "box", **FACTS})),
         ("box", json.dumps({"name": "box", **FACTS})),
         ("box.standby", json.dumps({"name": "box", **FACTS, "created": "late"})),
+        ("box.standby", json.dumps({"name": "box", **FACTS, "container": 7})),
+        ("box.standby", json.dumps({"name": "box", **FACTS, "container": "c" * 63})),
+        ("box.standby", json.dumps({"name": "box", **FACTS, "container": "--force" + "c" * 57})),
+        ("...standby", json.dumps({"name": "..", **FACTS})),
+        ("--force.standby", json.dumps({"name": "--force", **FACTS})),
+        (".standby", json.dumps({"name": "", **FACTS})),
     ],
 )
 def test_a_damaged_entry_is_refused_and_kept(state_dir: Path, name: str, content: str) -> None:
     _made(state_dir).close()
     (state_dir / "ledger" / name).write_text(content)
-    with pytest.raises(PoolUnusable, match="damaged"):
+    before = _files(state_dir)
+    with pytest.raises(PoolUnusable, match=f"the ledger entry {state_dir}/ledger/{name} is damaged"):
         StateDirectory.open(state_dir)
-    assert (state_dir / "ledger" / name).read_text() == content
+    # The lock file names its last holder; all else is as it was.
+    assert {**_files(state_dir), "lock": None} == {**before, "lock": None}
 
 
-def test_an_entry_that_cannot_be_read_is_a_refusal(state_dir: Path) -> None:
+@pytest.mark.parametrize("step", ["enter", "bind", "drop", "stage"])
+def test_a_full_disk_is_a_refusal_that_says_when_to_come_back(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     directory = _made(state_dir)
-    (state_dir / "ledger" / "box.standby").mkdir()
+    directory.enter(Entry("box", "standby"))
+    steps: dict[str, Callable[[], object]] = {
+        "enter": lambda: directory.enter(Entry("new", "standby")),
+        "bind": lambda: directory.bind("box"),
+        "drop": lambda: directory.drop("box"),
+        "stage": lambda: directory.stage("box"),
+    }
+    with monkeypatch.context() as patched:
+        patched.setattr(ledger, "write_private", _disk_is_full)
+        for operation in ("rename", "unlink", "write_text"):
+            patched.setattr(Path, operation, _disk_is_full)
+        with pytest.raises(PoolUnusable, match="No space left") as refused:
+            steps[step]()
+        assert refused.value.retry_after
+        assert directory.entries() == [Entry("box", "standby")]
+    directory.drop("box")
+    assert list((state_dir / "staging").iterdir()) == []
+
+
+# --- what a sandbox of an earlier start has staged, and what is left of it --------------------------------------------
+
+
+def test_what_was_staged_is_found_again_by_the_next_start(state_dir: Path) -> None:
+    directory = _made(state_dir)
+    staged = directory.stage("box")
+    directory.close()
+    assert _made(state_dir).staged("box") == staged
+
+
+def _replaced_by_link(place: Path) -> None:
+    place.symlink_to(place.rename(place.with_name("elsewhere")))
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda place: (place / "nonce").unlink(),
+        lambda place: (place / "tool").mkdir(),
+        lambda place: (place / "nonce").write_text("short\n"),
+        lambda place: (place / "nonce").write_bytes(b"\xff" * 33),
+        lambda place: _replaced_by_link(place / "nonce"),
+        lambda place: _replaced_by_link(place),
+        shutil.rmtree,
+    ],
+)
+def test_what_was_staged_and_is_not_as_it_was_left_is_refused(state_dir: Path, touch: Callable[[Path], object]) -> None:
+    directory = _made(state_dir)
+    place, _ = directory.stage("box")
+    touch(place)
     with pytest.raises(PoolUnusable):
-        directory.entries()
+        directory.staged("box")
+
+
+def test_strays_are_what_no_entry_names(state_dir: Path) -> None:
+    directory = _made(state_dir)
+    directory.enter(Entry("box", "bound"))
+    directory.stage("box")
+    stray, _ = directory.stage("stray")
+    target = state_dir.with_name("target")
+    target.mkdir()
+    link = state_dir / "staging" / "zlink"
+    link.symlink_to(target)
+    assert directory.strays() == [stray, link]
+    for one in directory.strays():
+        directory.remove_stray(one)
+    assert directory.strays() == []
+    assert target.exists()
+    assert (state_dir / "staging" / "box").exists()
+
+
+def test_a_state_directory_is_not_destroyed_while_it_names_or_holds_anything_else(state_dir: Path) -> None:
+    directory = _made(state_dir)
+    directory.enter(Entry("box", "bound"))
+    with pytest.raises(PoolUnusable, match="still names containers"):
+        directory.destroy()
+    directory.drop("box")
+    (state_dir / "notes.txt").write_text("precious")
+    with pytest.raises(PoolUnusable, match=r"holds 'notes.txt', which no pool made"):
+        directory.destroy()
+    assert (state_dir / "pool.json").exists()
+    (state_dir / "notes.txt").unlink()
+    directory.destroy()
+    assert not state_dir.exists()
 
 
 # --- what a start removes ---------------------------------------------------------------------------------------------
@@ -374,17 +323,53 @@ async def test_a_sandbox_is_in_the_ledger_before_its_start_and_bound_before_its_
 
 
 @pytest.mark.anyio
+async def test_a_start_with_a_damaged_entry_touches_no_container(engine: ScriptedEngine, state_dir: Path) -> None:
+    pool_id = _left(state_dir, "box", "bound", "")
+    _left(state_dir, "cut", "bound", "")
+    box = engine.foreign("box", {LABEL_POOL: pool_id})
+    (state_dir / "ledger" / "cut.bound").write_text('{"name": "cu')
+    with pytest.raises(PoolUnusable, match=r"ledger/cut.bound is damaged"):
+        await SandboxPool(settings_of(state_dir), find=engine.find).__aenter__()
+    assert list(engine.boxes.values()) == [box]
+    assert not engine.asked
+    assert (state_dir / "ledger" / "box.bound").exists()
+
+
+@pytest.mark.anyio
+async def test_two_pools_of_one_name_with_two_directories_see_only_their_own(
+    engine: ScriptedEngine, state_dir: Path
+) -> None:
+    places = state_dir.with_name("other"), state_dir
+    async with running(engine, settings_of(places[0], name="same", min_standby=1)) as other:
+        async with SandboxPool(settings_of(places[1], name="same", min_standby=1), find=engine.find) as pool:
+            for one in (pool, other):
+                session = await one.acquire("agent", "session")
+                assert (await session.call(code="echo x")).ok
+                await until(lambda one=one: count(one, "standby") == 1, limit=5)  # type: ignore[misc]
+            listed = engine.asked["list"]
+            engine.cut_events()
+            await until(lambda: engine.asked["list"] >= listed + 2, limit=5)
+            for one, place in zip((other, pool), places, strict=True):
+                await until(lambda one=one: one._hub.connected, limit=5)  # type: ignore[misc]
+                pool_id = one.snapshot()["pool"]
+                own = {box.name for box in engine.boxes.values() if box.words.labels[LABEL_POOL] == pool_id}
+                assert own == one._shop.names == {file.stem for file in (place / "ledger").iterdir()}
+                assert (count(one, "standby"), count(one, "bound")) == (1, 1)
+        assert {box.name for box in engine.boxes.values()} == other._shop.names
+        assert (await session.call(code="echo x")).ok
+
+
+@pytest.mark.anyio
 async def test_a_ledger_that_cannot_be_written_refuses_and_heals(
     engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Path, *args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     async with running(engine, settings_of(state_dir)) as pool:
         await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
         with monkeypatch.context() as patched:
-            patched.setattr(Path, "write_text", full)
-            assert isinstance(await outcome(lambda: pool.acquire("agent", "session")), PoolUnusable)
+            patched.setattr(ledger, "write_private", _disk_is_full)
+            error = await outcome(lambda: pool.acquire("agent", "session"))
+            assert isinstance(error, PoolUnusable)
+            assert error.retry_after
             assert engine.asked["start"] == 0
         session = None
         while session is None:
@@ -399,12 +384,66 @@ async def test_a_ledger_that_cannot_be_written_refuses_and_heals(
 async def test_a_bind_that_cannot_be_recorded_hands_nothing_out(
     engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Path, *args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     async with running(engine, settings_of(state_dir, min_standby=1)) as pool:
         await until(lambda: count(pool, "standby") == 1, limit=5)
         with monkeypatch.context() as patched:
-            patched.setattr(Path, "rename", full)
+            patched.setattr(Path, "rename", _disk_is_full)
             assert isinstance(await outcome(lambda: pool.acquire("agent", "session")), PoolUnusable)
         assert count(pool, "bound") == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("step", ["the ID", "the staging directory"])
+async def test_a_disk_that_fills_up_during_a_start_refuses_and_leaks_nothing(
+    engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    async with running(engine, settings_of(state_dir)) as pool:
+        assert (await pool.call_cold(code="echo x")).ok
+        with monkeypatch.context() as patched:
+            if step == "the ID":
+                engine.before = lambda op: (
+                    patched.setattr(ledger, "write_private", _disk_is_full) if op == "start" else None
+                )
+            else:
+                patched.setattr(Path, "write_text", _disk_is_full)
+            assert isinstance(await outcome(lambda: pool.acquire("agent", "session")), PoolUnusable)
+            await until(lambda: pool._state.sandboxes == {}, limit=5)
+            assert engine.boxes == {}
+            engine.before = lambda op: None
+        if step == "the ID":
+            # Nobody noted that the start was carried out, so its entry stays until that cannot come any more.
+            (entry,) = (state_dir / "ledger").iterdir()
+            assert json.loads(entry.read_text())["container"] == ""
+            engine.untold[entry.stem] = engine.started[-1]
+
+
+@pytest.mark.anyio
+async def test_an_entry_that_cannot_be_dropped_now_is_dropped_later(
+    engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(engine, settings_of(state_dir)) as pool:
+        session = await pool.acquire("agent", "session")
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "unlink", _disk_is_full)
+            await session.close()
+            await until(lambda: not engine.boxes, limit=5)
+            # Its place counts as taken for as long as its end is not on record.
+            await until(lambda: any(box.stop_attempts for box in pool._state.sandboxes.values()), limit=5)
+            assert len(list((state_dir / "ledger").iterdir())) == 1
+        await until(lambda: not list((state_dir / "ledger").iterdir()), limit=5)
+        await until(lambda: pool._state.sandboxes == {}, limit=5)
+
+
+@pytest.mark.anyio
+async def test_a_cold_calls_entry_that_cannot_be_written_refuses_the_call(
+    engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(engine, settings_of(state_dir)) as pool:
+        await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
+        with monkeypatch.context() as patched:
+            patched.setattr(ledger, "write_private", _disk_is_full)
+            error = await outcome(lambda: pool.call_cold(code="echo x"))
+        assert isinstance(error, PoolUnusable)
+        assert error.retry_after
+        assert not error.started
+        assert engine.started == []

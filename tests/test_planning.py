@@ -356,7 +356,9 @@ def test_a_failed_bind_costs_one_standby_and_not_one_for_each_waiter() -> None:
     core.start_all()  # that starts succeed says nothing about the ledger
     for name in ("b", "c"):
         core.acquire(name)
-        assert core.only(ev.Refuse).refusal == ev.Refusal(RefusalKind.POOL_UNUSABLE, UNUSABLE.message)
+        refusal = core.only(ev.Refuse).refusal
+        assert (refusal.kind, refusal.message) == (RefusalKind.POOL_UNUSABLE, UNUSABLE.message)
+        assert refusal.retry_after
         assert not core.all(ev.BindSandbox)
     core.stop_all()
     assert len(core.state.in_phase(Phase.STANDBY)) == 2
