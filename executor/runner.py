@@ -275,10 +275,10 @@ class Runner:
                     return None
             if self.host_gone:
                 return None
-            poll.poll()
-            self.drain_wakeups()
-            if any(spare is not None and pid == spare.pid for pid, _, _ in self.reap()):
-                return False
+            if any(fd == self.wake_r for fd, _ in poll.poll()):
+                self.drain_wakeups()
+                if any(spare is not None and pid == spare.pid for pid, _, _ in self.reap()):
+                    return False
 
     def told_to_sweep(self):
         """Whether everything is to be cleaned up, and not only what came of the call that has just ended.
@@ -356,12 +356,13 @@ class Runner:
             wait = call.pursue(now)
             if call.finished():
                 break
-            call.wait(wait)
-            self.drain_wakeups()
-            for pid, status, usage in self.reap():
-                if pid == child.pid:
-                    call.ended(status, usage)
-            frames = self.read_frames()
+            ready = call.wait(wait)
+            if self.wake_r in ready:
+                self.drain_wakeups()
+                for pid, status, usage in self.reap():
+                    if pid == child.pid:
+                        call.ended(status, usage)
+            frames = self.read_frames() if 0 in ready else ()
         return call
 
     def clean(self, resting):
@@ -546,8 +547,10 @@ class Served:
         return not any(not self.readable(stream) for stream in self.sources.values()) or self.killed
 
     def wait(self, seconds):
+        """Do what there is to do with the call's pipes, once there is something; the descriptors that were ready."""
         poll = select.poll()
-        poll.register(0, select.POLLIN)
+        if not self.runner.host_gone:
+            poll.register(0, select.POLLIN)
         poll.register(self.runner.wake_r, select.POLLIN)
         held = self.runner.holding(time.monotonic()) if self.runner.outbox else 0.0
         if held:
@@ -562,7 +565,8 @@ class Served:
             poll.register(self.child.stdin, select.POLLOUT)
         if self.child.untold:
             poll.register(self.child.ask, select.POLLOUT)
-        for fd, _ in poll.poll(max(0.0, seconds) * 1000 + 0.5):
+        ready = [fd for fd, _ in poll.poll(max(0.0, seconds) * 1000 + 0.5)]
+        for fd in ready:
             if fd in self.sources:
                 self.pull(fd, self.sources[fd])
             elif fd == self.child.stdin:
@@ -571,6 +575,7 @@ class Served:
                 self.child.tell()
         if self.runner.outbox and not self.runner.holding(time.monotonic()):
             self.runner.flush()
+        return ready
 
     def pull(self, fd, stream):
         """Take what a stream holds and pass on what its cap and credit allow; whether there may be more."""
@@ -1054,10 +1059,15 @@ def run(config):
                 return become(libc, config, hidden=config["shared"])
             runner.rehearse(child)
         runner.send(ARMED)
+        if own_limits() != limits:
+            runner.send(POISONED, b"the runner's limits changed")
+            runner.flush_all()
+            break
         asked = runner.next_call(child)
         if asked is None:
             break
-        if asked is False or own_limits() != limits:
+        # Nothing that could change them has run since they were last looked at, unless it runs beside this.
+        if asked is False or (config["shared"] and own_limits() != limits):
             runner.send(
                 POISONED, b"the waiting process was killed" if asked is False else b"the runner's limits changed"
             )
