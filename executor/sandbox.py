@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -163,12 +162,20 @@ class Sandbox:
         return CallStream(lambda sink: self.call(call, sink), call.max_output)
 
     @asynccontextmanager
-    async def tool_dir(self, source: Path, allowed: Sequence[Path]) -> AsyncIterator[str]:
+    async def tool_dir(self, source: Path, allowed: Sequence[Path], *, file: str = "") -> AsyncIterator[str]:
         """Show the code of this sandbox a host directory as it is now, read-only, while the block lasts; its path inside.
 
-        It must lie inside one of ``allowed``, links followed. Raises ``InvalidCall`` or ``StagingFailed``.
+        It must lie inside one of ``allowed``, links followed, and hold ``file`` (a path in it), where one is named. Raises
+        ``InvalidCall`` or ``StagingFailed``.
         """
-        stage = partial(self._staging.stage, source, allowed, hold=True)
+
+        def stage() -> str:
+            digest = self._staging.stage(source, allowed, hold=True)
+            if file and not (Path(self._spec.staging) / digest / file).is_file():
+                self._staging.release(digest)
+                raise InvalidCall(no_file(source, file))
+            return digest
+
         # Not to be torn: whether a version is held must be known. A copy is no longer than its limits allow.
         with anyio.CancelScope(shield=True):
             digest = await to_thread.run_sync(stage)
@@ -223,6 +230,11 @@ class Sandbox:
         """Kill the exec clients first: an exec that nobody reads holds up the engine's removal of its container."""
         if self._runners is not None:
             self._runners.close()
+
+
+def no_file(directory: Path, file: str) -> str:
+    """What to say of a tool's file that is not in its directory."""
+    return f"the tool directory {str(directory)!r:.300} has no file {file!r:.300}; bring the file, or correct its path"
 
 
 async def start_sandbox(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from executor.result import EmberpoolError
 from executor.tool import ToolResult
@@ -29,7 +28,7 @@ tool_app = typer.Typer(no_args_is_help=True, help="The Python tools of a manifes
 _Manifest = Annotated[Path, typer.Argument(metavar="MANIFEST", help="The TOML file that describes agents and tools.")]
 _Config = Annotated[Path | None, typer.Option(metavar="FILE", help="The configuration.")]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
-_STYLES = {"container": "green", "limits": "yellow", "refused": "red"}
+_COLOURS = {"container": typer.colors.GREEN, "limits": typer.colors.YELLOW, "refused": typer.colors.RED}
 
 
 @tool_app.command("run")
@@ -50,7 +49,7 @@ def run(
     try:
         settings = load_settings(config)
         plan = plan_tool(load_manifest(manifest).find(tool, agent), settings)
-        arguments = sys.stdin.buffer.read() if args == "-" else args
+        arguments = sys.stdin.buffer.read(settings.call.max_input + 1) if args == "-" else args
         result = interrupts.run(_run, settings, plan, arguments, session)
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
@@ -80,7 +79,10 @@ def _print(result: ToolResult, as_json: bool) -> None:
         typer.echo(json.dumps({**shown, "result": result_object(result.result)}))
         return
     if result.output:
-        typer.echo(result.output, nl=not result.output.endswith("\n"))
+        # As UTF-8 whatever the locale: it may be one that has no such characters.
+        end = "" if result.output.endswith("\n") else "\n"
+        sys.stdout.buffer.write(f"{result.output}{end}".encode())
+        sys.stdout.flush()
     if result.error:
         typer.echo(result.error, err=True)
 
@@ -97,10 +99,24 @@ def list_tools(manifest: _Manifest, config: _Config = None, as_json: _Json = Fal
     if as_json:
         typer.echo(json.dumps([{**_facts(entry), "python_tools": place} for entry, place in rows]))
         return
-    table = Table("agent", "tool", "runs in", "description")
-    for entry, place in rows:
-        table.add_row(entry.agent, entry.name, f"[{_STYLES[place]}]{place}[/]", entry.description)
-    Console(highlight=False).print(table)
+    cells = [(entry.agent, entry.name, place, _printable(entry.description)) for entry, place in rows]
+    _print_aligned([("agent", "tool", "runs in", "description"), *cells])
+
+
+def _print_aligned(rows: Sequence[tuple[str, ...]]) -> None:
+    """Columns as wide as what is in them; the last one is as long as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        *cells, last = row
+        padded = [
+            typer.style(f"{cell:<{width}}", fg=_COLOURS.get(cell)) for cell, width in zip(cells, widths, strict=True)
+        ]
+        typer.echo("  ".join([*padded, last]).rstrip())
+
+
+def _printable(text: str) -> str:
+    """``text`` on one line, without what a terminal would obey."""
+    return "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
 
 
 def _facts(entry: ToolEntry) -> dict[str, str]:
@@ -123,6 +139,9 @@ def launch_check(
     except ConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(REFUSED) from None
+    except EmberpoolError as error:
+        show_error(error, as_json)
+        raise typer.Exit(REFUSED) from None
     except KeyboardInterrupt:
         typer.echo("error: interrupted", err=True)
         raise typer.Exit(130) from None
@@ -141,10 +160,11 @@ async def _check(settings: Settings, manifest: Manifest) -> list[Launch]:
 
 
 def _print_launches(launches: list[Launch]) -> None:
-    for one in launches:
-        place = typer.style(f"{one.runs:<9}", fg=getattr(typer.colors, _STYLES[one.runs].upper()))
-        change = f" -> {one.change}" if one.change else ""
-        typer.echo(f"{place}  {one.agent}  {one.tool}  {one.why}{change}")
+    rows = [
+        (one.runs, one.agent, one.tool, f"{one.why} -> {one.change}" if one.change else one.why) for one in launches
+    ]
+    if rows:
+        _print_aligned(rows)
     unisolated = sorted({one.agent for one in launches if one.runs == "limits"})
     if unisolated:
         typer.echo(f"agents with tools that run unisolated: {', '.join(unisolated)}")

@@ -13,16 +13,21 @@ from typing import Literal
 
 from anyio import to_thread
 
-from executor.result import EmberpoolError
+from executor.host import CAN_LIMIT
+from executor.result import EmberpoolError, InvalidCall, ProfileMismatch
+from executor.sandbox import no_file
 from executor.staging import StageLimits, Staging, StagingFailed
-from pool.checks import Check
+from pool.checks import Check, line
 from pool.config import ConfigError, Settings
 from pool.manifest import Manifest, ToolEntry
-from pool.tools import ToolPlan, plan_tool
+from pool.tools import ToolPlan, place_on_host, plan_tool
 
 Runs = Literal["container", "limits", "refused"]
 
+_ISOLATED = "in the session's own hardened container"
 _UNISOLATED = "on the host, under resource limits: no boundary"
+_KEPT = 8
+"""Copies of tool directories that lie in the temporary directory at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +42,12 @@ class Launch:
 
 
 async def check_launch(manifest: Manifest, settings: Settings, doctor: Sequence[Check]) -> list[Launch]:
-    """Every tool of the manifest. ``doctor`` is the doctor's report: what fails there refuses the tools in containers."""
+    """Every tool of the manifest. ``doctor`` is the doctor's report: what fails there refuses the tools in containers.
+
+    Raises ``StagingFailed`` where nothing can be tried out, for want of a temporary directory.
+    """
     broken = next((check for check in doctor if check.status == "fail"), None)
-    return [await to_thread.run_sync(_launch, entry, settings, broken) for entry in manifest.entries]
+    return await to_thread.run_sync(_check, manifest, settings, broken)
 
 
 def failed(launches: Sequence[Launch], *, strict: bool) -> bool:
@@ -47,41 +55,59 @@ def failed(launches: Sequence[Launch], *, strict: bool) -> bool:
     return any(one.runs == "refused" or (strict and one.runs == "limits") for one in launches)
 
 
-def _launch(entry: ToolEntry, settings: Settings, broken: Check | None) -> Launch:
+@dataclass(frozen=True, slots=True)
+class _Rehearsal:
+    """A place of its own in which tool directories are read and copied as by a call; one of many tools is copied once."""
+
+    place: Path
+    staging: Staging
+
+    def look(self, plan: ToolPlan) -> None:
+        """Raises ``InvalidCall`` or ``StagingFailed``."""
+        tool = plan.tool
+        if tool.directory is None:
+            return
+        with self.staging.staged(tool.directory, plan.allowed) as digest:
+            if not (self.place / digest / tool.path).is_file():
+                raise InvalidCall(no_file(tool.directory, tool.path))
+
+
+def _check(manifest: Manifest, settings: Settings, broken: Check | None) -> list[Launch]:
+    limits = StageLimits(settings.tools.max_bytes, settings.tools.max_files, max_versions=_KEPT)
+    try:
+        directory = tempfile.TemporaryDirectory(prefix="emberpool-launch-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise StagingFailed(f"no temporary directory can be made: {error.strerror}; look after the disk") from error
+    with directory as name:
+        rehearsal = _Rehearsal(Path(name), Staging(Path(name), limits))
+        return [_launch(entry, settings, broken, rehearsal) for entry in manifest.entries]
+
+
+def _launch(entry: ToolEntry, settings: Settings, broken: Check | None, rehearsal: _Rehearsal) -> Launch:
+    def launch(runs: Runs, why: str, change: str = "") -> Launch:
+        return Launch(agent=entry.agent, tool=entry.name, runs=runs, why=why, change=change)
+
     try:
         plan = plan_tool(entry, settings)
-        _look(plan, settings)
+        if plan.python_tools == "limits":
+            _look_on_host(plan, settings)
+        else:
+            rehearsal.look(plan)
     except (ConfigError, EmberpoolError) as error:
-        return Launch(agent=entry.agent, tool=entry.name, runs="refused", why=" ".join(str(error).split()))
+        # Messages say what is wrong and then, behind the last semicolon, what to do.
+        why, sign, change = line(error).rpartition("; ")
+        return launch("refused", why if sign else change, change if sign else "")
     if plan.python_tools == "limits":
-        return Launch(
-            agent=entry.agent,
-            tool=entry.name,
-            runs="limits",
-            why=_UNISOLATED,
-            change=f'python_tools = "container" for agent {entry.agent}, in the configuration',
-        )
+        return launch("limits", _UNISOLATED, f'{entry.key}.python_tools = "container" in the manifest')
     if broken is not None:
-        return Launch(
-            agent=entry.agent,
-            tool=entry.name,
-            runs="refused",
-            why=f"{broken.name}: {broken.detail}",
-            change=broken.remedy,
+        return launch("refused", f"{broken.name}: {broken.detail}", broken.remedy)
+    return launch("container", _ISOLATED)
+
+
+def _look_on_host(plan: ToolPlan, settings: Settings) -> None:
+    """Raises ``InvalidCall``, or ``ProfileMismatch`` where no limit can be set."""
+    if settings.sandbox.limits_strict and not CAN_LIMIT:
+        raise ProfileMismatch(
+            "this system has no resource limits; set sandbox.limits_strict = false, or use containers"
         )
-    return Launch(agent=entry.agent, tool=entry.name, runs="container", why="in the session's own hardened container")
-
-
-def _look(plan: ToolPlan, settings: Settings) -> None:
-    """Do with a tool's directory what its first call will do. Raises ``InvalidCall`` or ``StagingFailed``."""
-    tool = plan.tool
-    if tool.directory is None or tool.file is None:
-        return
-    limits = StageLimits(max_bytes=settings.tools.max_bytes, max_files=settings.tools.max_files)
-    try:
-        with tempfile.TemporaryDirectory(prefix="emberpool-launch-") as place:
-            digest = Staging(Path(place), limits).stage(tool.directory, plan.allowed)
-            if not (Path(place) / digest / tool.path).is_file():
-                raise StagingFailed(f"there is no file {tool.file}; correct the manifest, or bring the file")
-    except OSError as error:
-        raise StagingFailed(f"{tool.directory} cannot be looked at: {error.strerror or error}") from error
+    place_on_host(plan)

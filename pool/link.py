@@ -53,7 +53,7 @@ class EngineLink:
         make_image: MakeImage = make_image,
     ) -> None:
         self._settings, self._find, self._pool_id, self._make_image = settings, find, pool_id, make_image
-        self._tried_image = False
+        self._no_image: str | None = None
         self._hub, self._shop, self._shell = hub, shop, shell
         self._since, self._up, self._held = "", False, False
         self._seen: set[tuple[int, str, str, str]] = set()
@@ -87,7 +87,9 @@ class EngineLink:
         image = await self._image(engine)
         self._shop.connection = connection(self._settings, engine, info, image, self._pool_id)
         # Events are subscribed to from a moment before anything is started, so none can be missed.
-        async with engine.events(LABEL_POOL, self._pool_id, self._since or info.time or "0") as events:
+        # Kept for the next round: one that sees no event must not lose those between it and the next.
+        self._since = self._since or info.time or "0"
+        async with engine.events(LABEL_POOL, self._pool_id, self._since) as events:
             self._hub.connected = True
             await self._resync(engine)
             log.info("pool.engine_up", pool=self._pool_id, engine=info.endpoint, version=info.version, image=image.id)
@@ -121,23 +123,47 @@ class EngineLink:
             if self._shop.connection is not None:
                 # What runs needs its image no more: follow it, and let the next start find out.
                 return self._shop.connection.image
-            if not self._tried_image:
-                self._tried_image = True
+            if self._no_image is None:
                 return await self._bring_image(engine)
-            message = f"the image {self._settings.sandbox.image} is not on the engine; run: emberpool image build --image {self._settings.sandbox.image}"
-            raise ImageMissing(message, retry_after=error.retry_after) from error
+            raise self._missing() from error
 
     async def _bring_image(self, engine: Engine) -> ImageInfo:
         """Pull or build the image, once in the pool's life; whoever comes meanwhile is told so."""
-        reference = self._settings.sandbox.image
+        reference, said = self._settings.sandbox.image, "looking for it"
+        self._no_image = ""
 
         def report(text: str) -> None:
+            nonlocal said
+            said = text
             log.info("pool.image", pool=self._pool_id, image=reference, progress=text)
-            message = f"the image {reference} is being made ready ({text}); come back in a while"
+            tell()
+
+        def tell() -> None:
+            message = f"the image {reference} is being made ready ({said}); come back in a while"
             self._shell.feed(EngineDown(Fault(RefusalKind.ENGINE_UNAVAILABLE, message), IMAGE_RETRY))
 
-        report("looking for it")
-        return await self._make_image(engine, reference, report)
+        async def go_on_telling() -> None:
+            # A pull can be silent for minutes, and when to come back is reckoned from the last word.
+            while True:
+                tell()
+                await anyio.sleep(IMAGE_RETRY)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(go_on_telling)
+            try:
+                return await self._make_image(engine, reference, report)
+            except (EmberpoolError, OSError) as error:
+                failure = error  # raised out here: a task group would wrap it
+            finally:
+                tasks.cancel_scope.cancel()
+        self._no_image = str(failure)
+        raise self._missing() from failure
+
+    def _missing(self) -> ImageMissing:
+        reference = self._settings.sandbox.image
+        message = f"the image {reference} is not on the engine; run: emberpool image build --image {reference}"
+        # What was in the way here may be in the way of that step too.
+        return ImageMissing(message + (f" (the pool could not bring it: {self._no_image})" if self._no_image else ""))
 
     def _take(self, event: EngineEvent) -> None:
         # A new subscription repeats what lies in its first moment; an event counts once.

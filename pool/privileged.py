@@ -11,7 +11,10 @@ import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path, PurePosixPath
 
+from anyio import to_thread
+
 from executor.call import Call
+from executor.profile import check_mount
 from executor.result import CallResult, InvalidCall
 from pool.config import Settings
 from pool.config_tools import WORKSPACE, CommandSettings
@@ -24,6 +27,8 @@ PLACE = Path("data/sandbox")
 LIBRARIES = f"{WORKSPACE}/lib"
 """Where ``install_library`` puts what it installs, and ``run_script`` finds it."""
 _INTERPRETERS = {".py": ("python3", "-B"), ".sh": ("sh",)}
+_ARCHIVE = re.compile(r"\.(?:whl|zip|tar|tgz|tbz|txz|tlz|tar\.[a-z0-9]+)\Z", re.IGNORECASE)
+"""What `pip` takes for the path of a file, although it looks like a name."""
 _REQUIREMENT = re.compile(
     r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:\[[A-Za-z0-9._, -]*\])?"
     r"(?:\s*(?:===?|~=|!=|<=?|>=?)\s*[A-Za-z0-9.*+!_-]+(?:\s*,\s*(?:===?|~=|!=|<=?|>=?)\s*[A-Za-z0-9.*+!_-]+)*)?\Z"
@@ -49,6 +54,8 @@ class Privileged:
     ) -> CallResult:
         """Run a script of the workspace, a ``.py`` or a ``.sh``; ``path`` is relative to its ``data/sandbox``."""
         place = PurePosixPath(_text("path", path))
+        if isinstance(args, str | bytes):
+            raise InvalidCall('args must be a list of strings, for example ["--all"], not one string')
         if place.is_absolute() or ".." in place.parts or place.suffix not in _INTERPRETERS:
             raise InvalidCall(
                 f"path must be relative to the workspace's {PLACE}, without .., and end in "
@@ -73,13 +80,16 @@ class Privileged:
                 "privileged.install_library.network in the configuration"
             )
         for one in requirements or ("",):
-            if not isinstance(one, str) or not _REQUIREMENT.match(one):
+            if not isinstance(one, str) or not _REQUIREMENT.match(one) or _is_archive(one):
                 raise InvalidCall(
                     f"{one!r:.80} is not a package name with an optional version, such as tabulate>=0.9; options, paths and "
                     "addresses are not taken"
                 )
-        argv = ("python3", "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-cache-dir")
-        return await self._call("install_library", timeout, argv=(*argv, "--target", LIBRARIES, "--", *requirements))
+        # Isolated: with the working directory on its path, pip would run what the workspace calls json.py, and with a
+        # network. Without --upgrade it leaves a package that is there as it is, whatever version was asked for.
+        pip = ("python3", "-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--no-cache-dir")
+        argv = (*pip, "--upgrade", "--target", LIBRARIES, "--", *requirements)
+        return await self._call("install_library", timeout, argv=argv)
 
     async def _call(
         self,
@@ -93,6 +103,8 @@ class Privileged:
     ) -> CallResult:
         limits: CommandSettings = getattr(self._settings.privileged, name)
         wanted = limits.timeout if timeout is None else timeout
+        if isinstance(wanted, bool) or not isinstance(wanted, int | float) or not wanted > 0:
+            raise InvalidCall(f"timeout must be above 0 seconds; it is {wanted!r:.40}")
         if wanted > limits.timeout:
             raise InvalidCall(
                 f"timeout is {wanted:g} s; at most {limits.timeout:g} s are allowed (privileged.{name}.timeout)"
@@ -107,20 +119,39 @@ class Privileged:
             max_input=self._settings.call.max_input,
             cwd=WORKSPACE,
         )
-        return await self._run_cold(call, ColdSetting(workspace=self._place(name), network=limits.network))
+        place = await to_thread.run_sync(self._place, name)
+        return await self._run_cold(call, ColdSetting(workspace=place, network=limits.network))
 
     def _place(self, name: str) -> str:
         """The directory that is mounted: of the workspace itself, not one that a link makes look so."""
         if not self._settings.sandbox.workspace:
             raise InvalidCall(f"{name} needs a workspace; set sandbox.workspace in the configuration")
-        workspace = Path(self._settings.sandbox.workspace).resolve()
-        place = workspace / PLACE
-        if place.resolve() != place or not place.is_dir():
-            shown = shlex.quote(str(place))
-            raise InvalidCall(f"{place} must be a directory, and no link on the way to it; run: mkdir -p {shown}")
-        if ":" in str(place):
-            raise InvalidCall(f"{place} holds a colon, which no mount can; choose another sandbox.workspace")
+        try:
+            place = Path(self._settings.sandbox.workspace).resolve() / PLACE
+            found = [(path, path.is_symlink(), path.is_dir()) for path in (place.parent, place)]
+        except (OSError, RuntimeError) as error:  # the second is a circle of links
+            raise InvalidCall(f"sandbox.workspace cannot be looked at: {error}; correct it, or its rights") from error
+        shown = shlex.quote(str(place))
+        for path, is_link, is_directory in found:
+            if is_link:
+                raise InvalidCall(f"{path} must be a directory of the workspace itself, not a link; put one there")
+            if not is_directory:
+                raise InvalidCall(
+                    f"{path} is not there, or is no directory; run: mkdir -p {shown} && chown UID:GID {shown}, with an "
+                    "owner other than root, whom the command then runs as"
+                )
+        try:
+            check_mount(f"{place}:{WORKSPACE}")
+        except ValueError:
+            raise InvalidCall(
+                f"{str(place)!r:.300} holds a colon or a control character, which no mount can; choose another "
+                "sandbox.workspace"
+            ) from None
         return str(place)
+
+
+def _is_archive(requirement: str) -> bool:
+    return any(_ARCHIVE.search(text) for text in (requirement, requirement.partition("[")[0]))
 
 
 def _text(name: str, value: str) -> str:

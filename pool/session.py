@@ -86,16 +86,17 @@ class Session:
         code read-only, as it is at this moment. A tool that fails is a result whose ``ok`` is false. The rest as ``call``;
         ``InvalidCall`` also says what is wrong about the directory. ``SandboxPool.run_tool`` does all that a manifest says.
         """
-        limits = self._pool.settings.call
-        stdin = encode_arguments(arguments, max_input=limits.max_input)
-        code = tool_code(tool, f"{TOOL_PLACE}/{'0' * DIGEST_LENGTH}")
-        call = self._new_call(None, code, stdin, env, timeout, max_output)
+        self._require_attached()
+        stdin = encode_arguments(arguments, max_input=self._pool.settings.call.max_input)
+        # Of what is sent, only inline code is the caller's: the rest is not held against the ceiling of his input.
+        call = self._new_call(None, tool.inline or "", stdin, env, timeout, max_output)
         prepare = None
         if (directory := tool.directory) is not None:
+            call = call.with_code(tool_code(tool, f"{TOOL_PLACE}/{'0' * DIGEST_LENGTH}"))
 
             @asynccontextmanager
             async def prepare(box: Sandbox, call: Call) -> AsyncIterator[Call]:
-                async with box.tool_dir(directory, allowed or (directory,)) as root:
+                async with box.tool_dir(directory, allowed or (directory,), file=tool.path) as root:
                     yield call.with_code(tool_code(tool, root))
 
         result = await self._pool.run_call(self._key, self._epoch, call, generation, prepare=prepare)

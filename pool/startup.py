@@ -19,7 +19,10 @@ MakeImage = Callable[[Engine, str, Report], Awaitable[ImageInfo]]
 async def make_image(engine: Engine, reference: str, report: Report) -> ImageInfo:
     """The image, pulled or built where it is missing (``executor.image``). Raises ``ImageMissing`` with the next step."""
     if not isinstance(engine, CommandLineEngine):
-        raise ImageMissing(f"the image {reference} is not on the engine, and this kind of engine cannot fetch it")
+        raise ImageMissing(
+            f"the image {reference} is not on the engine, and this kind of engine cannot be told to fetch it; bring it there "
+            "by that engine's own means"
+        )
     return await ensure_image(engine, reference, report)
 
 

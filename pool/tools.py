@@ -17,7 +17,8 @@ from anyio import to_thread
 
 from executor.call import Call
 from executor.host import HOST, HostLimits, host_call
-from executor.result import EmberpoolError
+from executor.result import EmberpoolError, InvalidCall
+from executor.sandbox import no_file
 from executor.staging import resolve_tool_dir
 from executor.tool import Tool, ToolResult, encode_arguments, tool_code, tool_result
 from pool.audit import AuditEntry
@@ -96,18 +97,24 @@ async def with_retries(once: Callable[[], Awaitable[ToolResult]], plan: ToolPlan
 async def run_on_host(plan: ToolPlan, arguments: object, settings: Settings) -> ToolResult:
     """Call a tool on this host under limits: a guard against exhaustion and NOT a boundary (``executor.host``).
 
-    Raises ``InvalidCall`` and what ``executor.host.host_call`` raises.
+    What never started is tried again, up to ``plan.retries`` times. Raises ``InvalidCall`` and what
+    ``executor.host.host_call`` raises.
     """
-    box, tool = settings.sandbox, plan.tool
     stdin = encode_arguments(arguments, max_input=settings.call.max_input)
-    root = await to_thread.run_sync(_place, plan)
+    return await with_retries(lambda: _once_on_host(plan, stdin, settings), plan)
+
+
+async def _once_on_host(plan: ToolPlan, stdin: bytes, settings: Settings) -> ToolResult:
+    box, tool = settings.sandbox, plan.tool
+    root = await to_thread.run_sync(place_on_host, plan)
+    # Of what is sent, only inline code is the caller's: the rest is not held against the ceiling of his input.
     call = Call(
-        code=tool_code(tool, root),
+        code=tool.inline or "",
         stdin=stdin,
         timeout=plan.timeout,
         max_output=plan.max_output,
-        max_input=settings.call.max_input + len(tool_code(tool, root).encode("utf-8")),
-    )
+        max_input=settings.call.max_input,
+    ).with_code(tool_code(tool, root))
     limits = HostLimits(
         cpu_seconds=box.cpu_seconds,
         memory_mb=box.memory_mb,
@@ -127,10 +134,15 @@ async def run_on_host(plan: ToolPlan, arguments: object, settings: Settings) -> 
     return tool_result(tool, result)
 
 
-def _place(plan: ToolPlan) -> str:
-    """The real path of a tool's directory, once it and the file are seen to lie where they may."""
+def place_on_host(plan: ToolPlan) -> str:
+    """Where a tool's directory really is on this host, once it and the file are seen to lie where they may; ``""`` for
+    inline code. Reads the disk. Raises ``InvalidCall``."""
     tool = plan.tool
     if tool.directory is None or tool.file is None:
         return ""
-    resolve_tool_dir(tool.file, plan.allowed)
-    return str(resolve_tool_dir(tool.directory, plan.allowed))
+    root = resolve_tool_dir(tool.directory, plan.allowed)
+    file = root / tool.path
+    if not file.is_file():
+        raise InvalidCall(no_file(tool.directory, tool.path))
+    resolve_tool_dir(file, plan.allowed)
+    return str(root)

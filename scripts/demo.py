@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -14,13 +15,18 @@ from rich.console import Console
 from rich.table import Table
 
 from executor.result import CallResult, EmberpoolError, SandboxDied
+from executor.tool import ToolResult
 from pool import interrupts, logs
 from pool.config import Settings
+from pool.manifest import Manifest, load_manifest
 from pool.pool import SandboxPool
 from pool.session import Session
+from pool.tools import plan_tool
 
 out = Console(highlight=False)
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+ORDERS = "item,count,price,since\nanvil,2,89.00,2024-02-29\nrocket,1,1249.50,2023-01-01\nmagnet,,14.95,2025-12-31\n"
 WHO = "import os; print('uid', os.getuid(), 'sees', len([p for p in os.listdir('/proc') if p.isdigit()]), 'processes')"
 COUNT_SLEEPERS = """
 import glob
@@ -88,9 +94,51 @@ async def latency(pool: SandboxPool, session: Session, rounds: int) -> None:
         ("cold: a container of its own", cold),
         ("warm: the session's own, a runner armed in it", warm),
     ):
-        table.add_row(name, f"{statistics.median(values):.1f} ms", f"{max(values):.1f} ms")
+        table.add_row(name, *shown(values))
     out.print(table)
     out.print(f"warm is {statistics.median(cold) / statistics.median(warm):.1f} times faster at the median of {rounds}")
+
+
+async def tools(pool: SandboxPool, rounds: int) -> None:
+    out.rule("a real tool, cold and warm")
+    manifest = load_manifest(EXAMPLES / "manifest.toml")
+    started: list[float] = []
+    cold = pool.settings.pool.model_copy(
+        update={"state_dir": pool.settings.pool.state_dir.with_name("cold"), "min_standby": 0}
+    )
+    async with SandboxPool(pool.settings.model_copy(update={"pool": cold})) as empty:
+        await csv_summary(empty, manifest, "first")  # finds the engine, and looks whether the image has a Python
+        for number in range(min(rounds, 3)):
+            started.append((await csv_summary(empty, manifest, str(number)))[0])
+    milliseconds, result = await csv_summary(pool, manifest, "chat-45")
+    warm = []
+    for _ in range(rounds):
+        await anyio.sleep(0.2)
+        warm.append((await csv_summary(pool, manifest, "chat-45"))[0])
+    for name, column in json.loads(result.output)["columns"].items():
+        out.print(f"csv_summary says of {name}: {json.dumps(column)}")
+    table = Table("csv_summary of docs/examples", "median", "slowest")
+    table.add_row("cold: a container is started for it", *shown(started))
+    table.add_row("a new session, on a standby of the pool", *shown([milliseconds]))
+    table.add_row("warm: in its session", *shown(warm))
+    out.print(table)
+    quote = plan_tool(manifest.find("plugin__acme__price_quote"), pool.settings)
+    answer = await pool.run_tool(quote, {"items": {"anvil": 2, "rocket": 1}}, session="chat-45")
+    out.print(f"a plugin's tool, in the same session: {answer.output or answer.error}")
+
+
+async def csv_summary(pool: SandboxPool, manifest: Manifest, session: str) -> tuple[float, ToolResult]:
+    """Milliseconds of a call of the tool, with all that it waits for, and its result."""
+    plan = plan_tool(manifest.find("csv_summary"), pool.settings)
+    began = anyio.current_time()
+    result = await pool.run_tool(plan, {"text": ORDERS}, session=session)
+    if not result.ok:
+        raise SystemExit(f"the tool failed: {result.error}")
+    return (anyio.current_time() - began) * 1000, result
+
+
+def shown(values: list[float]) -> tuple[str, str]:
+    return f"{statistics.median(values):.1f} ms", f"{max(values):.1f} ms"
 
 
 async def crash(session: Session) -> None:
@@ -119,20 +167,32 @@ async def refusal() -> None:
             sandbox={"image": "localhost/no-such-image:1"}, pool={"state_dir": str(Path(directory) / "state")}
         )
         async with SandboxPool(settings) as pool:
-            try:
-                await pool.acquire("researcher", "chat-44")
-                raise SystemExit("a session was granted without an image; this must never happen")
-            except EmberpoolError as error:
-                out.print(f"{type(error).__name__}: {error}")
+            with anyio.move_on_after(30):
+                while (error := await refused(pool)).retryable:
+                    out.print(f"{type(error).__name__}: {error}")
+                    await anyio.sleep(1)
+            out.print(f"{type(error).__name__}: {error}")
+
+
+async def refused(pool: SandboxPool) -> EmberpoolError:
+    try:
+        await pool.acquire("researcher", "chat-44")
+    except EmberpoolError as error:
+        return error
+    raise SystemExit("a session was granted without an image; this must never happen")
 
 
 async def demo(rounds: int) -> None:
     with tempfile.TemporaryDirectory(prefix="emberpool-demo-") as directory:
-        settings = Settings(pool={"state_dir": str(Path(directory) / "state"), "name": "demo"})
+        settings = Settings(
+            pool={"state_dir": str(Path(directory) / "state"), "name": "demo"},
+            agents={"analyst": {"env": ["REPORT_CURRENCY"]}, "legacy": {"python_tools": "limits"}},
+        )
         async with SandboxPool(settings) as pool:
             session = await sessions(pool)
             await hostile(pool)
             await latency(pool, session, rounds)
+            await tools(pool, rounds)
             await crash(session)
             await session.release()
     await refusal()

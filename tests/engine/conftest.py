@@ -23,8 +23,11 @@ from executor.profile import LABEL_POOL, ContainerProfile, Identity
 from executor.result import CallResult, EmberpoolError
 from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
 from executor.watch import EventHub
+from tests.engine.faulty import IMAGE, report_recoveries
+from tests.engine.faulty import daemon as daemon
+from tests.engine.faulty import private_daemon as private_daemon
+from tests.engine.faulty import recoveries as recoveries
 
-IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "localhost/emberpool-python:1")
 KEEPER = 1_879_048_192
 
 
@@ -113,6 +116,10 @@ class Room:
         await self.engine.import_tar(tar, reference, changes)
         self.images.append(reference)
         return await self.engine.image(reference)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    report_recoveries(terminalreporter)
 
 
 @pytest.fixture

@@ -1,0 +1,268 @@
+"""How long a recovery takes, to the millisecond, under virtual time: what tells of the fault, the backoff, one start."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import trio.lowlevel
+from trio.testing import MockClock
+
+from executor.result import CallResult, EngineFailed, PoolExhausted
+from pool import events as ev
+from pool.config import Settings
+from pool.link import _RETRY_CAP
+from pool.pool import SandboxPool
+from pool.session import Session
+from tests.pools import (
+    LATENCY,
+    assert_balanced,
+    count,
+    outcome,
+    running,
+    settings_of,
+    until,
+    virtual_backend,
+    wall_clock_follows,
+)
+from tests.scripted import Fault, ScriptedEngine
+
+pytestmark = pytest.mark.anyio
+
+START = LATENCY["start"] + LATENCY["inspect"] + LATENCY["attach"]
+"""Seconds from the wish for a sandbox to one that is verified: one start."""
+EXACT = 1e-6
+"""Seconds that sums of decimal fractions may be off."""
+JITTERS = [0.0, 0.5, 0.999]
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return virtual_backend()
+
+
+@pytest.fixture(autouse=True)
+def _virtual_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall_clock_follows(monkeypatch)
+
+
+class Watched:
+    """A pool whose events are noted with their times, and whose jitter is always the same."""
+
+    def __init__(self, pool: SandboxPool, engine: ScriptedEngine, jitter: float) -> None:
+        self.pool, self.engine = pool, engine
+        self.events: list[tuple[float, ev.Event]] = []
+        pool.jitter = lambda: jitter  # type: ignore[method-assign]
+        self.jitter, step = jitter, pool._state.step
+
+        def noted(event: ev.Event, now: float) -> list[ev.Effect]:
+            self.events.append((now, event))
+            return step(event, now)
+
+        pool._state.step = noted  # type: ignore[method-assign]
+
+    def backoff(self, attempt: int) -> float:
+        return self.pool._state.policy.backoff(attempt, self.jitter)
+
+    def begin(self) -> None:
+        """Times are counted from here, and events before are forgotten."""
+        self.events.clear()
+        self.began = anyio.current_time()
+
+    async def next(self, kind: type) -> float:
+        """The time of the first event of this kind, come or to come."""
+        found: list[float] = []
+
+        def come() -> bool:
+            found[:] = [when for when, event in self.events if isinstance(event, kind)]
+            return bool(found)
+
+        await until(come)
+        return found[0] - self.began
+
+
+@asynccontextmanager
+async def watched(settings: Settings, jitter: float = 0.5) -> AsyncIterator[Watched]:
+    async with ScriptedEngine(latency=LATENCY) as engine, running(engine, settings) as pool:
+        yield Watched(pool, engine, jitter)
+
+
+async def calm(one: Watched) -> Session:
+    """A session on an engine that is well known by now: its acquire took one start and nothing else."""
+    await (await one.pool.acquire("agent", "first")).close()
+    await until(lambda: not one.engine.boxes)
+    began = anyio.current_time()
+    session = await one.pool.acquire("agent", "session")
+    assert anyio.current_time() - began == pytest.approx(START, abs=EXACT)
+    return session
+
+
+# --- a sandbox dies -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jitter", JITTERS)
+async def test_session_whose_death_is_told_has_a_sandbox_after_its_backoff_and_one_start(
+    state_dir: Path, jitter: float
+) -> None:
+    async with watched(settings_of(state_dir, restart_limit=9), jitter) as one:
+        await calm(one)
+        for deaths in range(1, 5):
+            one.begin()
+            one.engine.die(one.engine.the_box(), 137)
+            assert await one.next(ev.SandboxDied) == pytest.approx(0.0, abs=EXACT)
+            backoff = one.backoff(deaths - 1) if deaths > 1 else 0.0
+            assert await one.next(ev.BindRecorded) == pytest.approx(backoff + START, abs=EXACT)
+            await until(lambda: len(one.engine.boxes) == 1)
+
+
+async def test_standby_whose_death_is_told_is_replaced_after_one_start(state_dir: Path) -> None:
+    async with watched(settings_of(state_dir, min_standby=1)) as one:
+        await until(lambda: count(one.pool, "standby") == 1)
+        one.begin()
+        one.engine.die(one.engine.the_box(), 137)
+        assert await one.next(ev.SandboxStarted) == pytest.approx(START, abs=EXACT)
+
+
+@pytest.mark.parametrize("after", [0.0, 7.0, 29.0])
+async def test_death_that_no_event_tells_is_found_by_the_next_look_at_the_engine(state_dir: Path, after: float) -> None:
+    interval = 30.0
+    async with watched(settings_of(state_dir, resync_interval=interval)) as one:
+        await calm(one)
+        looks = one.engine.asked["list"]
+        await until(lambda: one.engine.asked["list"] == looks + 1, limit=2 * interval)
+        # `until` looks every hundredth of a second, so that the next look is due at most that much sooner.
+        await anyio.sleep(LATENCY["list"] + after)
+        one.engine.lose = {"die", "destroy"}
+        one.begin()
+        one.engine.die(one.engine.the_box(), 137)
+        found = await one.next(ev.SandboxDied)
+        assert found == pytest.approx(interval - after + LATENCY["list"], abs=0.011)
+        assert await one.next(ev.BindRecorded) == pytest.approx(found + START, abs=EXACT)
+
+
+# --- the engine goes and comes back -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jitter", JITTERS)
+@pytest.mark.parametrize("away", [0.05, 1.0, 10.0, 300.0])
+async def test_engine_that_comes_back_is_found_within_the_links_backoff_and_then_it_is_one_start(
+    state_dir: Path, away: float, jitter: float
+) -> None:
+    async with watched(settings_of(state_dir), jitter) as one:
+        await calm(one)
+        one.begin()
+        one.engine.down()
+        assert await one.next(ev.EngineDown) == pytest.approx(0.0, abs=EXACT)
+        await anyio.sleep_until(one.began + away)
+        one.engine.up()
+        # Each round waits twice as long as the one before, five seconds at most, and asks the engine what it is.
+        asks, failures = one.began, 1
+        while True:
+            asks += min(_RETRY_CAP, 0.2 * 2.0**failures) * (0.5 + 0.5 * jitter) + LATENCY["info"]
+            if asks >= one.began + away:
+                break
+            failures += 1
+        up = asks - one.began + LATENCY["list"]
+        assert up - away < _RETRY_CAP + LATENCY["info"] + LATENCY["list"] + EXACT
+        assert await one.next(ev.EngineUp) == pytest.approx(up, abs=EXACT)
+        assert await one.next(ev.BindRecorded) == pytest.approx(up + START, abs=EXACT)
+        assert one.pool._state.sessions["agent", "session"].deaths == []
+
+
+# --- starts fail --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("jitter", JITTERS)
+@pytest.mark.parametrize("failures", [1, 2, 3, 6, 12])
+async def test_standby_whose_start_fails_is_there_after_each_backoff_and_one_start(
+    state_dir: Path, failures: int, jitter: float
+) -> None:
+    async with watched(settings_of(state_dir, max_starting=1), jitter) as one:
+        await calm(one)
+        one.engine.faults["start"] = [Fault(error=EngineFailed("no"))] * failures
+        one.begin()
+        one.pool.resize(min_standby=1)
+        backoffs = sum(one.backoff(attempt) for attempt in range(1, failures + 1))
+        wanted = failures * LATENCY["start"] + backoffs + START
+        assert await one.next(ev.SandboxStarted) == pytest.approx(wanted, abs=EXACT)
+        assert one.engine.faults["start"] == []
+
+
+@pytest.mark.parametrize("jitter", JITTERS)
+async def test_waiter_outlasts_two_failed_starts_and_the_third_refuses_it(state_dir: Path, jitter: float) -> None:
+    for failures in (2, 3):
+        async with watched(settings_of(state_dir / str(failures), max_starting=1), jitter) as one:
+            await calm(one)
+            one.engine.faults["start"] = [Fault(error=EngineFailed("no"))] * failures
+            began = anyio.current_time()
+            answer = await outcome(lambda one=one: one.pool.acquire("agent", "other"))  # type: ignore[misc]
+            seconds = anyio.current_time() - began
+            two = 2 * LATENCY["start"] + one.backoff(1) + one.backoff(2)
+            if failures == 2:
+                assert isinstance(answer, Session)
+                assert seconds == pytest.approx(two + START, abs=EXACT)
+            else:
+                assert seconds == pytest.approx(two + LATENCY["start"], abs=EXACT)
+                assert getattr(answer, "retry_after", None) == pytest.approx(one.backoff(3), abs=EXACT)
+
+
+# --- the machine sleeps -------------------------------------------------------------------------------------------------
+
+
+def suspend(seconds: float) -> None:
+    """The machine is suspended for so long, on a clock that counts it (Linux's monotonic clock does not, and there
+    nothing happens at all)."""
+    clock = trio.lowlevel.current_clock()
+    assert isinstance(clock, MockClock)
+    clock.jump(seconds)
+
+
+async def test_machine_that_was_suspended_for_an_hour_has_idle_sessions_reaped_and_its_standbys_renewed(
+    state_dir: Path,
+) -> None:
+    async with watched(settings_of(state_dir, min_standby=1, standby_max_age=3600, idle_timeout=600)) as one:
+        session = await one.pool.acquire("agent", "session")
+        await until(lambda: count(one.pool, "standby") == 1)
+        before, kept = set(one.engine.boxes), session.generation
+        suspend(3600.0)
+        began = anyio.current_time()
+        await until(lambda: count(one.pool, "standby") == 1 and not before & set(one.engine.boxes))
+        assert anyio.current_time() - began == pytest.approx(START, abs=0.02)
+        assert session.generation is None
+        assert (await session.call(code="echo anew")).generation != kept
+        assert one.pool._state.sessions["agent", "session"].deaths == []
+
+
+async def test_calls_and_waiters_of_a_machine_that_was_suspended_have_one_outcome_each(state_dir: Path) -> None:
+    settings = settings_of(state_dir, max_sandboxes=2, max_starting=1, reclaim_idle_after="off")
+    async with watched(settings) as one:
+        session = await calm(one)
+        ended: dict[str, object] = {}
+
+        async def call(name: str) -> None:
+            if name == "cold":
+                ended[name] = await outcome(lambda: one.pool.call_cold(code="sleep 30; echo x"))
+            elif name == "warm":
+                ended[name] = await outcome(lambda: session.call(code="sleep 30; echo x"))
+            else:
+                ended[name] = await outcome(lambda: one.pool.acquire("agent", name))
+
+        async with anyio.create_task_group() as tasks:
+            for name in ("cold", "warm", "second", "third"):
+                tasks.start_soon(call, name)
+            await until(lambda: ended)
+            await anyio.sleep(1.0)
+            suspend(3600.0)
+        # Its time is up when it goes on, and so is its program's: which of the two is seen first is not told.
+        for name in ("cold", "warm"):
+            result = ended[name]
+            assert isinstance(result, CallResult)
+            assert result.timed_out or result.stdout == b"x\n"
+        assert {type(ended[name]) for name in ("second", "third")} == {Session, PoolExhausted}
+        await anyio.sleep(60.0)
+        assert_balanced(one.pool)
+        assert (await session.call(code="echo on")).ok

@@ -1,0 +1,162 @@
+"""Thousands of random schedules under virtual time: clients that come, cancel and go, an engine that fails, a pool that is
+resized. Whatever happens, the accounts balance, grants are first come first served, and the pool comes to rest.
+
+Each test is one schedule; its number is the seed. ``EMBERPOOL_STORM_SCHEDULES`` says how many there are, and
+``EMBERPOOL_STORM_FIRST`` which is the first.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import structlog
+
+from pool.config import Settings
+from pool.pool import SandboxPool
+from pool.session import Session
+from tests.pools import LATENCY, assert_balanced, running, settings_of, virtual_backend, wall_clock_follows
+from tests.scripted import ScriptedEngine
+from tests.storm import Accounts, Judge
+from tests.test_chaos import FAULTS, MISDEEDS, OPERATIONS, PLACES
+
+pytestmark = pytest.mark.anyio
+
+FIRST = int(os.environ.get("EMBERPOOL_STORM_FIRST", "0"))
+SCHEDULES = range(FIRST, FIRST + int(os.environ.get("EMBERPOOL_STORM_SCHEDULES", "300")))
+STEPS = (
+    "echo x",
+    "echo x",
+    "exit 3",
+    "sleep 2; echo y",
+    "hang",
+    "die 137",
+    "oom",
+    "lose; hang",
+    "dirty",
+    "flood 100000",
+)
+NEVER = 1e6
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return virtual_backend()
+
+
+@pytest.fixture(autouse=True)
+def _virtual_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall_clock_follows(monkeypatch)
+
+
+def random_settings(dice: random.Random, state_dir: Path) -> Settings:
+    most = dice.randint(2, 5)
+    call = {"parallel": dice.choice((1, 1, 2)), "calls_per_exec": dice.choice((0, 1, 3)), "timeout": 10.0}
+    return settings_of(
+        state_dir,
+        call=call,
+        max_sandboxes=most,
+        min_standby=dice.randint(0, 2),
+        max_starting=dice.randint(1, 2),
+        max_waiters=dice.choice((1, 4, 100)),
+        max_cold=dice.choice((1, 2)),
+        reclaim_idle_after=dice.choice(("off", 0.5, 5)),
+        max_calls=dice.choice((0, 0, 3)),
+        idle_timeout=dice.choice((4, 40)),
+        restart_limit=dice.choice((1, 5)),
+        resync_interval=20,
+        drain_timeout=100,
+    )
+
+
+async def client(pool: SandboxPool, accounts: Accounts, dice: random.Random) -> None:
+    def patience() -> float:
+        return dice.choice((dice.expovariate(2.0), NEVER, NEVER))
+
+    for _ in range(dice.randint(1, 4)):
+        await anyio.sleep(dice.expovariate(0.5))
+        name, wait = str(dice.randrange(8)), dice.choice((1.0, 30.0))
+        session = await accounts.ask("acquire", lambda: pool.acquire("agent", name, timeout=wait), patience())  # noqa: B023
+        if not isinstance(session, Session):
+            continue
+        for _ in range(dice.randint(0, 3)):
+            kind, steps, timeout = (
+                dice.choice(("call", "call", "call", "cold")),
+                dice.choice(STEPS),
+                dice.choice((3.0, 8.0)),
+            )
+            act = session.call if kind == "call" else pool.call_cold
+            await accounts.ask(kind, lambda: act(code=steps, timeout=timeout), patience())  # noqa: B023
+        await dice.choice((session.release, session.release, session.close))()
+
+
+async def trouble(pool: SandboxPool, engine: ScriptedEngine, dice: random.Random) -> None:
+    while True:
+        await anyio.sleep(dice.expovariate(0.4))
+        match dice.randrange(10):
+            case 0:
+                engine.down()
+                await anyio.sleep(dice.choice((0.1, 5.0)))
+                engine.up()
+            case 1 | 2 if engine.boxes:
+                engine.die(dice.choice(list(engine.boxes.values())), dice.choice((137, 0)))
+            case 3:
+                engine.cut_events()
+            case 4 if engine.boxes:
+                engine.lose = {"die", "destroy", dice.choice(("exec_die", "oom", "create"))}
+                engine.die(dice.choice(list(engine.boxes.values())), 137)
+                await anyio.sleep(1.0)
+                engine.lose = set()
+            case 5:
+                engine.kill_clients()
+            case 6:
+                engine.misdeeds[dice.choice(PLACES)] = [dice.choice(MISDEEDS)]
+            case 7 | 8:
+                most = dice.randint(1, 6)
+                pool.resize(max_sandboxes=most, min_standby=dice.randint(0, min(most, 3)))
+            case _:
+                engine.faults[dice.choice(OPERATIONS)].append(dice.choice(FAULTS))
+
+
+@pytest.mark.parametrize("seed", SCHEDULES)
+async def test_schedule_leaves_balanced_accounts_and_a_pool_at_rest(state_dir: Path, seed: int) -> None:
+    dice, accounts = random.Random(seed), Accounts()
+    with structlog.testing.capture_logs() as lines:
+        async with (
+            ScriptedEngine(latency=LATENCY) as engine,
+            running(engine, random_settings(dice, state_dir)) as pool,
+        ):
+            Judge(pool)
+            async with anyio.create_task_group() as troubles:
+                troubles.start_soon(trouble, pool, engine, dice)
+                async with anyio.create_task_group() as clients:
+                    for _ in range(dice.randint(3, 12)):
+                        clients.start_soon(client, pool, accounts, dice)
+                troubles.cancel_scope.cancel()
+            engine.faults.clear()
+            engine.misdeeds.clear()
+            engine.lose = set()
+            if not engine.up_now:
+                engine.up()
+            assert_balanced(pool)
+            accounts.check(lines)
+            pool.resize(max_sandboxes=4, min_standby=2)
+            # Every backoff, two resyncs and the patience for late starts after the last trouble.
+            for _ in range(300):
+                await anyio.sleep(1.0)
+                if at_rest(pool, engine):
+                    break
+            assert at_rest(pool, engine), pool.snapshot()
+
+
+def at_rest(pool: SandboxPool, engine: ScriptedEngine) -> bool:
+    """Two standbys and nothing else is left, in the books, on the engine and in the ledger."""
+    now = pool.snapshot()
+    if now["sandboxes"] != {"starting": 0, "standby": 2, "bound": 0, "stopping": 0} or now["sessions"]:
+        return False
+    named = {file.stem for file in (pool.settings.pool.state_dir / "ledger").iterdir()}
+    return named == set(engine.boxes) == pool._shop.names
