@@ -116,11 +116,17 @@ async def _places(call: Call) -> AsyncIterator[tuple[Path, Path]]:
 
     A call that names no working directory means a sandbox's own, which a host does not have.
     """
-    private = Path(tempfile.mkdtemp(prefix="emberpool-call-"))
+    private: Path | None = None
     try:
-        file, cwd = private / "call.py", private / "work"
-        file.write_bytes((call.code or "").encode("utf-8"))
-        cwd.mkdir()
+        try:
+            private = Path(tempfile.mkdtemp(prefix="emberpool-call-"))
+            file, cwd = private / "call.py", private / "work"
+            file.write_bytes((call.code or "").encode("utf-8"))
+            cwd.mkdir()
+        except OSError as error:
+            raise EngineFailed(
+                f"no private directory can be made for the call: {error}; look after the disk"
+            ) from error
         name, own = ("env 'TMPDIR'", call.env.get("TMPDIR", "")) if call.cwd == CALL_ENV["HOME"] else ("cwd", call.cwd)
         if own:
             cwd = Path(own)
@@ -128,8 +134,9 @@ async def _places(call: Call) -> AsyncIterator[tuple[Path, Path]]:
                 raise InvalidCall(f"{name} must be the absolute path of a directory on this host; make it first")
         yield cwd, file
     finally:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(_remove, private)
+        if private is not None:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(_remove, private)
 
 
 def _remove(private: Path) -> None:

@@ -206,7 +206,7 @@ def tool_result(tool: Tool, result: CallResult) -> ToolResult:
 
 def _failure(result: CallResult) -> str:
     if result.timed_out:
-        return f"the tool timed out after {result.duration:.3g} s (call.timeout)"
+        return f"the tool timed out after {result.duration:.3g} s (its own timeout, else call.timeout)"
     if result.oom_killed:
         return "the tool was killed by its memory limit (sandbox.memory_mb)"
     if result.cpu_limit:

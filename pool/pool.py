@@ -195,7 +195,8 @@ class SandboxPool:
             return await run_on_host(plan, arguments, self.settings)
 
         async def once() -> ToolResult:
-            async with await self.acquire(plan.agent, session, timeout=plan.timeout) as handle:
+            # The tool's own time begins once it has a sandbox.
+            async with await self.acquire(plan.agent, session) as handle:
                 return await handle.tool(
                     plan.tool,
                     arguments,

@@ -142,7 +142,12 @@ def place_on_host(plan: ToolPlan) -> str:
         return ""
     root = resolve_tool_dir(tool.directory, plan.allowed)
     file = root / tool.path
-    if not file.is_file():
+    try:
+        found = file.is_file()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise InvalidCall(f"{str(file)!r:.300} cannot be read: {why}; let the gateway's user read it") from error
+    if not found:
         raise InvalidCall(no_file(tool.directory, tool.path))
     resolve_tool_dir(file, plan.allowed)
     return str(root)

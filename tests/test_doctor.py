@@ -289,7 +289,9 @@ def test_warnings_alone_are_exit_status_0_and_each_check_is_one_line(monkeypatch
     _report(monkeypatch, Check("a", "ok", "well"), Check("b", "warn", "odd", "look"))
     result = _command()
     assert result.exit_code == 0
-    assert result.stdout.splitlines() == ["ok    a  well", "warn  b  odd -> look"]
+    *lines, verdict = result.stdout.splitlines()
+    assert lines == ["ok    a  well", "warn  b  odd -> look"]
+    assert verdict == "a pool can run: 1 ok, 1 to know of, 0 failed"
 
 
 def test_a_configuration_that_does_not_load_is_told_problem_by_problem(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -656,3 +657,12 @@ def test_module_can_be_imported_where_there_is_no_posix() -> None:
         "import executor.host\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=INSIDE.parent.parent)
+
+
+async def test_a_call_without_a_place_to_work_in_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(EngineFailed, match="look after the disk"):
+        await host_call(Call(code="print(1)"), limits=HostLimits(), env={})

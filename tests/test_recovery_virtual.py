@@ -15,7 +15,6 @@ from trio.testing import MockClock
 from executor.result import CallResult, EngineFailed, PoolExhausted
 from pool import events as ev
 from pool.config import Settings
-from pool.link import _RETRY_CAP
 from pool.pool import SandboxPool
 from pool.session import Session
 from tests.pools import (
@@ -66,7 +65,8 @@ class Watched:
         pool._state.step = noted  # type: ignore[method-assign]
 
     def backoff(self, attempt: int) -> float:
-        return self.pool._state.policy.backoff(attempt, self.jitter)
+        """Half a second, doubled each time, half a minute at most, of which jitter takes up to the half."""
+        return min(30.0, 0.5 * 2.0 ** (attempt - 1)) * (0.5 + 0.5 * self.jitter)
 
     def begin(self) -> None:
         """Times are counted from here, and events before are forgotten."""
@@ -162,12 +162,12 @@ async def test_engine_that_comes_back_is_found_within_the_links_backoff_and_then
         # Each round waits twice as long as the one before, five seconds at most, and asks the engine what it is.
         asks, failures = one.began, 1
         while True:
-            asks += min(_RETRY_CAP, 0.2 * 2.0**failures) * (0.5 + 0.5 * jitter) + LATENCY["info"]
+            asks += min(5.0, 0.2 * 2.0**failures) * (0.5 + 0.5 * jitter) + LATENCY["info"]
             if asks >= one.began + away:
                 break
             failures += 1
         up = asks - one.began + LATENCY["list"]
-        assert up - away < _RETRY_CAP + LATENCY["info"] + LATENCY["list"] + EXACT
+        assert up - away < 5.0 + LATENCY["info"] + LATENCY["list"] + EXACT
         assert await one.next(ev.EngineUp) == pytest.approx(up, abs=EXACT)
         assert await one.next(ev.BindRecorded) == pytest.approx(up + START, abs=EXACT)
         assert one.pool._state.sessions["agent", "session"].deaths == []

@@ -16,10 +16,21 @@ import anyio
 import pytest
 import structlog
 
+from executor.result import SandboxDied
+from pool import events as ev
 from pool.config import Settings
 from pool.pool import SandboxPool
 from pool.session import Session
-from tests.pools import LATENCY, assert_balanced, running, settings_of, virtual_backend, wall_clock_follows
+from tests.pools import (
+    LATENCY,
+    assert_balanced,
+    outcome,
+    running,
+    settings_of,
+    until,
+    virtual_backend,
+    wall_clock_follows,
+)
 from tests.scripted import ScriptedEngine
 from tests.storm import Accounts, Judge
 from tests.test_chaos import FAULTS, MISDEEDS, OPERATIONS, PLACES
@@ -151,6 +162,32 @@ async def test_schedule_leaves_balanced_accounts_and_a_pool_at_rest(state_dir: P
                 if at_rest(pool, engine):
                     break
             assert at_rest(pool, engine), pool.snapshot()
+
+
+async def test_call_whose_sandbox_dies_at_the_very_moment_of_its_turn_is_told_so(state_dir: Path) -> None:
+    settings = settings_of(state_dir, restart_limit=100, restart_window=1.0)
+    async with ScriptedEngine(latency=LATENCY) as engine, running(engine, settings) as pool:
+        session, step = await pool.acquire("agent", "session"), pool._state.step
+        dying: list[int] = []
+
+        def dies_at_its_turn(event: ev.Event, now: float) -> list[ev.Effect]:
+            effects = step(event, now)
+            for effect in effects:
+                if isinstance(effect, ev.RunCall) and effect.waiter in dying:
+                    pool._queue.append(ev.SandboxDied(effect.n, "killed"))
+            return effects
+
+        pool._state.step = dies_at_its_turn  # type: ignore[method-assign]
+        for _ in range(20):  # trio runs the tasks of one turn in any order
+            ends: list[object] = []
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(session.call, ["sleep", "2"])
+                await until(lambda: pool.snapshot()["running"] == 1)
+                dying.append(pool._waiters + 1)
+                ends.append(await outcome(lambda: session.call(code="echo x")))
+            assert isinstance(ends[0], SandboxDied), ends
+            assert (await session.call(code="echo on")).ok
+            await anyio.sleep(2.0)
 
 
 def at_rest(pool: SandboxPool, engine: ScriptedEngine) -> bool:

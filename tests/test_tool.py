@@ -660,7 +660,7 @@ FILE_TOOL, INLINE = Tool(name="t", file=HERE), Tool(name="t", inline="1")
     [
         (
             {"exit_code": None, "signal": 15, "timed_out": True, "duration": 61.96},
-            "timed out after 62 s (call.timeout)",
+            "timed out after 62 s (its own timeout, else call.timeout)",
         ),
         ({"exit_code": 0, "timed_out": True}, "timed out after 0.5 s"),
         ({"exit_code": None, "signal": 9, "oom_killed": True}, "killed by its memory limit (sandbox.memory_mb)"),

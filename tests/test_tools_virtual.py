@@ -237,7 +237,6 @@ async def test_waiting_for_a_turn_is_told_apart_and_counts_towards_the_deadline(
         assert (await pool.run_tool(toolbox.plan(settings, "t", inline="echo on"), {}, session="s")).output == "on\n"
 
 
-@pytest.mark.xfail(reason="run_tool gives the wait for a sandbox the tool's own timeout", strict=True)
 async def test_a_tool_with_a_short_timeout_waits_for_its_sandbox_as_long_as_any_session(
     engine: ScriptedEngine, state_dir: Path, toolbox: Toolbox
 ) -> None:

@@ -51,7 +51,7 @@ async def client(pool: SandboxPool, accounts: Accounts, dice: random.Random, unt
         return dice.choice((dice.expovariate(2.0), NEVER, NEVER, NEVER))
 
     while anyio.current_time() < until_when:
-        name, wait = str(dice.randrange(CLIENTS)), dice.choice((0.5, 5.0, 30.0))
+        name, wait = str(dice.randrange(CLIENTS)), dice.choice((0.5, 2.0, 6.0))
         session = await accounts.ask("acquire", lambda: pool.acquire("agent", name, timeout=wait), patience())  # noqa: B023
         if not isinstance(session, Session):
             await anyio.sleep(dice.expovariate(5.0))
