@@ -15,13 +15,14 @@ from typing import Annotated, Any
 
 import typer
 
-from executor.result import CallResult, EmberpoolError
+from executor.result import CallResult
 from pool import interrupts
-from pool.config import ConfigError, Settings, load_settings
+from pool.cli_errors import told
+from pool.config import Settings, load_settings
 from pool.pool import SandboxPool
 from pool.startup import make_ready
 
-TIMED_OUT, REFUSED = 124, 1
+TIMED_OUT = 124
 
 
 def call(
@@ -40,20 +41,11 @@ def call(
     """
     if bool(command) == (python is not None):
         raise typer.BadParameter("give either a command after --, or --python FILE")
-    try:
+    with told(as_json=as_json):
         source = None if python is None else _source(python)
         stdin = b"" if sys.stdin.isatty() or str(python) == "-" else sys.stdin.buffer.read()
         settings = one_shot(load_settings(config))
         result = interrupts.run(_call, settings, (agent, session), command, source, stdin, timeout)
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(REFUSED) from None
-    except EmberpoolError as error:
-        show_error(error, as_json)
-        raise typer.Exit(REFUSED) from None
-    except KeyboardInterrupt:
-        typer.echo("error: interrupted", err=True)
-        raise typer.Exit(130) from None
     if as_json:
         typer.echo(json.dumps(result_object(result)))
     else:
@@ -99,14 +91,6 @@ async def swept(settings: Settings) -> AsyncIterator[None]:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def show_error(error: EmberpoolError, as_json: bool) -> None:
-    """Say what went wrong: on stdout as an object, or on stderr in a line."""
-    if as_json:
-        typer.echo(json.dumps(error_object(error)))
-    else:
-        typer.echo(f"error: {type(error).__name__}: {error}", err=True)
-
-
 def result_object(result: CallResult) -> dict[str, Any]:
     """A result under its own field names; bytes as text, and as base64 besides where they are not UTF-8."""
     shown: dict[str, Any] = {}
@@ -121,18 +105,6 @@ def result_object(result: CallResult) -> dict[str, Any]:
         else:
             shown[field.name] = value
     return {**shown, "truncated": result.truncated}
-
-
-def error_object(error: EmberpoolError) -> dict[str, Any]:
-    """An error as an object: what happened, and whether a retry can help."""
-    return {
-        "error": type(error).__name__,
-        "reason": error.reason,
-        "message": str(error),
-        "retryable": error.retryable,
-        "retry_after": error.retry_after,
-        "started": error.started,
-    }
 
 
 def _source(path: Path) -> str:

@@ -11,11 +11,11 @@ from typing import Annotated
 
 import typer
 
-from executor.result import EmberpoolError
 from executor.tool import ToolResult
 from pool import interrupts
-from pool.cli_call import REFUSED, one_shot, result_object, show_error, swept
-from pool.config import ConfigError, Settings, load_settings
+from pool.cli_call import one_shot, result_object, swept
+from pool.cli_errors import told
+from pool.config import Settings, load_settings
 from pool.doctor import examine
 from pool.launch import Launch, check_launch, failed
 from pool.manifest import Manifest, ToolEntry, load_manifest, resolve
@@ -46,20 +46,11 @@ def run(
     In a container, it is a fresh one that is gone afterwards: no state is kept. A tool that fails ends with status 1 and its
     error on stderr, a refusal too.
     """
-    try:
+    with told(as_json=as_json):
         settings = load_settings(config)
         plan = plan_tool(load_manifest(manifest).find(tool, agent), settings)
         arguments = sys.stdin.buffer.read(settings.call.max_input + 1) if args == "-" else args
         result = interrupts.run(_run, settings, plan, arguments, session)
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(REFUSED) from None
-    except EmberpoolError as error:
-        show_error(error, as_json)
-        raise typer.Exit(REFUSED) from None
-    except KeyboardInterrupt:
-        typer.echo("error: interrupted", err=True)
-        raise typer.Exit(130) from None
     _print(result, as_json)
     raise typer.Exit(0 if result.ok else 1)
 
@@ -90,12 +81,9 @@ def _print(result: ToolResult, as_json: bool) -> None:
 @tool_app.command("list")
 def list_tools(manifest: _Manifest, config: _Config = None, as_json: _Json = False) -> None:
     """The tools of a manifest: each with its agent and where it runs."""
-    try:
+    with told():
         settings, found = load_settings(config), load_manifest(manifest)
         rows = [(entry, resolve(entry, settings).python_tools) for entry in found.entries]
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(REFUSED) from None
     if as_json:
         typer.echo(json.dumps([{**_facts(entry), "python_tools": place} for entry, place in rows]))
         return
@@ -133,18 +121,9 @@ def launch_check(
 
     Ends with status 1 where a tool cannot run at all, and with --strict where one would run on the host.
     """
-    try:
+    with told(as_json=as_json):
         settings, found = load_settings(config), load_manifest(manifest)
         launches = interrupts.run(_check, settings, found)
-    except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(REFUSED) from None
-    except EmberpoolError as error:
-        show_error(error, as_json)
-        raise typer.Exit(REFUSED) from None
-    except KeyboardInterrupt:
-        typer.echo("error: interrupted", err=True)
-        raise typer.Exit(130) from None
     bad = failed(launches, strict=strict)
     if as_json:
         typer.echo(

@@ -36,10 +36,12 @@ from executor.tool import ToolResult
 from executor.watch import EventHub
 from pool import events as ev
 from pool.audit import AuditEntry
+from pool.calls import checked_call, key_part, positive_seconds
 from pool.config import Settings
-from pool.events import Effect, Event, Policy, Refusal, SessionKey
+from pool.events import Effect, Event, Refusal, SessionKey
 from pool.ledger import StateDirectory
 from pool.link import EngineLink, FindEngine
+from pool.policy import policy_of
 from pool.privileged import Privileged
 from pool.refusals import error_of, fault_of
 from pool.session import Prepare, Session
@@ -50,7 +52,6 @@ from pool.workshop import ColdSetting, Workshop
 
 log = structlog.get_logger("emberpool.pool")
 
-MAX_KEY = 65_536
 MAX_SANDBOXES = 10_000
 STOP_PATIENCE = 30.0
 """Seconds beyond the drain that a closing pool waits for its containers to be confirmed gone."""
@@ -148,8 +149,8 @@ class SandboxPool:
         ``PoolExhausted``, ``QuotaExceeded``, ``EngineUnavailable``, ``ImageMissing``, ``ProfileMismatch``, ``SandboxDied``
         (the session keeps dying) or ``PoolClosed``. Nothing ever runs anywhere weaker instead.
         """
-        key = (_key_part("agent", agent), _key_part("session", session))
-        wait = self.settings.pool.acquire_timeout if timeout is None else _timeout(timeout)
+        key = (key_part("agent", agent), key_part("session", session))
+        wait = self.settings.pool.acquire_timeout if timeout is None else positive_seconds(timeout)
         self._require_open()
         waiter, place = self._wait()
         try:
@@ -180,9 +181,7 @@ class SandboxPool:
         max_output: int | None = None,
     ) -> CallResult:
         """One call in a disposable container of its own, as ``Session.call``; at most ``pool.max_cold`` run at once."""
-        return await self.run_cold(
-            self.new_call(argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output)
-        )
+        return await self.run_cold(checked_call(self.settings, "", argv, code, stdin, env, timeout, max_output))
 
     async def run_tool(self, plan: ToolPlan, arguments: object, *, session: str) -> ToolResult:
         """Call a tool (see ``pool.tools.plan_tool``) for a session of its agent, where the plan says that it runs.
@@ -273,43 +272,6 @@ class SandboxPool:
             self._leave(waiter)
             self._log.info("call.ended", **entry.fields(anyio.current_time(), self._shop.image_id))
             self.feed(ev.CallEnded(waiter) if isinstance(place.answer, ev.RunCold) else ev.WaiterGone(waiter))
-
-    def new_call(
-        self,
-        argv: Sequence[str] | None,
-        code: str | None,
-        *,
-        stdin: bytes,
-        env: Mapping[str, str] | None,
-        timeout: float | None,
-        max_output: int | None,
-        agent: str = "",
-    ) -> Call:
-        """A checked call under the configuration's ceilings, those of ``agent`` where it has its own. Raises
-        ``InvalidCall``."""
-        limits = self.settings.agent(agent) if agent in self.settings.agents else self.settings.call
-        if argv is not None and not isinstance(argv, list | tuple):
-            kind = type(argv).__name__
-            raise InvalidCall(f'argv must be a list of strings, for example ["ls", "-l"], not {kind}')
-        if env is not None and not isinstance(env, Mapping):
-            raise InvalidCall(f"env must be a mapping of names to values, not {type(env).__name__}")
-        wanted = limits.timeout if timeout is None else _timeout(timeout)
-        if wanted > limits.timeout:
-            raise InvalidCall(f"timeout is {wanted:g} s; at most {limits.timeout:g} s are allowed (call.timeout)")
-        kept = limits.max_output if max_output is None else max_output
-        if isinstance(kept, bool) or not isinstance(kept, int):
-            raise InvalidCall(f"max_output must be a whole number of bytes, not {type(kept).__name__}")
-        if kept > limits.max_output:
-            raise InvalidCall(f"max_output is {kept} bytes; at most {limits.max_output} are allowed (call.max_output)")
-        return Call(
-            argv=tuple(argv or ()),
-            code=code,
-            stdin=stdin,
-            env=dict(env or {}),
-            timeout=wanted,
-            max_output=kept,
-            max_input=self.settings.call.max_input,
-        )
 
     async def run_call(
         self,
@@ -561,40 +523,3 @@ class SandboxPool:
 
     async def _find_engine(self) -> tuple[Engine, EngineInfo]:
         return await find_engine(self.settings.sandbox.binary)
-
-
-def policy_of(settings: Settings) -> Policy:
-    """The operator's configuration as the core judges by it."""
-    pool = settings.pool
-    return Policy(
-        min_standby=pool.min_standby,
-        max_sandboxes=pool.max_sandboxes,
-        max_starting=pool.max_starting,
-        max_waiters=pool.max_waiters,
-        max_cold=pool.max_cold,
-        max_cold_waiters=pool.max_cold_waiters,
-        max_sessions_per_agent=pool.max_sessions_per_agent,
-        max_calls=pool.max_calls,
-        parallel=settings.call.parallel,
-        idle_timeout=pool.idle_timeout,
-        standby_max_age=pool.standby_max_age,
-        max_lifetime=pool.max_lifetime,
-        reclaim_idle_after=pool.reclaim_idle_after,
-        restart_limit=pool.restart_limit,
-        restart_window=pool.restart_window,
-        agent_quotas={name: own.max_sessions for name, own in settings.agents.items() if own.max_sessions is not None},
-    )
-
-
-def _key_part(name: str, value: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidCall(f"{name} must be a non-empty string")
-    if len(value) > MAX_KEY:
-        raise InvalidCall(f"{name} has {len(value)} characters; at most {MAX_KEY} are taken")
-    return value
-
-
-def _timeout(value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise InvalidCall(f"timeout must be above 0 seconds; it is {value!r}")
-    return float(value)

@@ -16,6 +16,7 @@ from executor.sandbox import TOOL_PLACE, Sandbox
 from executor.staging_copy import DIGEST_LENGTH
 from executor.stream import CallStream
 from executor.tool import Tool, ToolResult, encode_arguments, tool_code, tool_result
+from pool.calls import checked_call
 from pool.events import SessionKey
 
 if TYPE_CHECKING:
@@ -179,9 +180,7 @@ class Session:
         timeout: float | None,
         max_output: int | None,
     ) -> Call:
-        return self._pool.new_call(
-            argv, code, stdin=stdin, env=env, timeout=timeout, max_output=max_output, agent=self._key[0]
-        )
+        return checked_call(self._pool.settings, self._key[0], argv, code, stdin, env, timeout, max_output)
 
     def _require_attached(self) -> None:
         if self._released:

@@ -1,0 +1,63 @@
+"""What callers ask for, checked against the configuration before anybody waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from executor.call import Call
+from executor.result import InvalidCall
+from pool.config import Settings
+
+MAX_KEY = 65_536
+
+
+def checked_call(
+    settings: Settings,
+    agent: str,
+    argv: Sequence[str] | None,
+    code: str | None,
+    stdin: bytes,
+    env: Mapping[str, str] | None,
+    timeout: float | None,
+    max_output: int | None,
+) -> Call:
+    """A call under the configuration's ceilings, those of ``agent`` where it has its own. Raises ``InvalidCall``."""
+    limits = settings.agent(agent) if agent in settings.agents else settings.call
+    if argv is not None and not isinstance(argv, list | tuple):
+        kind = type(argv).__name__
+        raise InvalidCall(f'argv must be a list of strings, for example ["ls", "-l"], not {kind}')
+    if env is not None and not isinstance(env, Mapping):
+        raise InvalidCall(f"env must be a mapping of names to values, not {type(env).__name__}")
+    wanted = limits.timeout if timeout is None else positive_seconds(timeout)
+    if wanted > limits.timeout:
+        raise InvalidCall(f"timeout is {wanted:g} s; at most {limits.timeout:g} s are allowed (call.timeout)")
+    kept = limits.max_output if max_output is None else max_output
+    if isinstance(kept, bool) or not isinstance(kept, int):
+        raise InvalidCall(f"max_output must be a whole number of bytes, not {type(kept).__name__}")
+    if kept > limits.max_output:
+        raise InvalidCall(f"max_output is {kept} bytes; at most {limits.max_output} are allowed (call.max_output)")
+    return Call(
+        argv=tuple(argv or ()),
+        code=code,
+        stdin=stdin,
+        env=dict(env or {}),
+        timeout=wanted,
+        max_output=kept,
+        max_input=settings.call.max_input,
+    )
+
+
+def key_part(name: str, value: str) -> str:
+    """A part of a session's key, as it came. Raises ``InvalidCall`` that calls it ``name``."""
+    if not isinstance(value, str) or not value:
+        raise InvalidCall(f"{name} must be a non-empty string")
+    if len(value) > MAX_KEY:
+        raise InvalidCall(f"{name} has {len(value)} characters; at most {MAX_KEY} are taken")
+    return value
+
+
+def positive_seconds(value: float) -> float:
+    """A timeout, as it came. Raises ``InvalidCall``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise InvalidCall(f"timeout must be above 0 seconds; it is {value!r}")
+    return float(value)

@@ -1,0 +1,46 @@
+"""How a command ends that could not do its work: one line on stderr, or an object, and an exit status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from executor.result import EmberpoolError
+from pool.config import ConfigError
+
+REFUSED, INTERRUPTED = 1, 130
+
+
+@contextmanager
+def told(*, as_json: bool = False) -> Iterator[None]:
+    """Turn every refusal in the block into what the user of a command is told, and its exit status."""
+    try:
+        yield
+    except ConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+    except EmberpoolError as error:
+        if as_json:
+            typer.echo(json.dumps(error_object(error)))
+        else:
+            typer.echo(f"error: {type(error).__name__}: {error}", err=True)
+        raise typer.Exit(REFUSED) from None
+    except KeyboardInterrupt:
+        typer.echo("error: interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def error_object(error: EmberpoolError) -> dict[str, Any]:
+    """An error as an object: what happened, and whether a retry can help."""
+    return {
+        "error": type(error).__name__,
+        "reason": error.reason,
+        "message": str(error),
+        "retryable": error.retryable,
+        "retry_after": error.retry_after,
+        "started": error.started,
+    }
