@@ -37,6 +37,7 @@ HELLO, ARMED, OUT, ERR, TAKEN, DONE, CLEAN, DIRTY, POISONED = 17, 18, 19, 20, 21
 HEADER = 9
 ASK, ASK_READY = 3, 4  # the descriptors on which a waiting child is given its call, and says that it is prepared
 CHUNK = 65536
+F_GETPIPE_SZ = 1032  # the fcntl module knows it since Python 3.10
 MAX_FRAME = 1 << 26
 CALL_HEADER = 32  # of a call: timeout and grace in microseconds, bytes of output, credit; 8 bytes each
 NO_LIMIT, NO_CODE, OOM_KNOWN = 2**64 - 1, 0xFFFF, 4
@@ -82,6 +83,11 @@ class Libc:
         libc = ctypes.CDLL(None)
         self._prctl = libc.prctl
         self._fdopen = libc.fdopen
+        self._ipc = (
+            ("shm", lambda number: libc.shmctl(number, 0, None)),
+            ("msg", lambda number: libc.msgctl(number, 0, None)),
+            ("sem", lambda number: libc.semctl(number, 0, 0)),
+        )
         self._fdopen.argtypes, self._fdopen.restype = (ctypes.c_int, ctypes.c_char_p), ctypes.c_void_p
         # Made here: a class that is made during a call looks like the call's own.
         self.fields_type = ctypes.c_int * 2
@@ -119,6 +125,16 @@ class Libc:
     def file(self, fd):
         """A C stream for reading a descriptor."""
         return self._fdopen(fd, b"rb")
+
+    def remove_ipc(self):
+        """Remove the System V objects of this uid: they are memory that belongs to no process, and no kill frees it."""
+        mine = str(os.getuid()).encode("ascii")
+        for kind, remove in self._ipc:
+            for line in read_file("/proc/sysvipc/" + kind).splitlines()[1:]:
+                fields = line.split()
+                maker = 9 if kind != "sem" else 6  # where the uid stands that made it: nobody can change that one
+                if len(fields) > maker and fields[maker] == mine:
+                    remove(int(fields[1]))
 
     def deepen(self):
         """Give back the levels of recursion that calls below the caller's code use up.
@@ -177,8 +193,8 @@ class Cgroup:
 
 
 class Runner:
-    def __init__(self, config):
-        self.config = config
+    def __init__(self, config, libc):
+        self.config, self.libc = config, libc
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.host_gone = False
@@ -374,6 +390,7 @@ class Runner:
             except (ProcessLookupError, PermissionError):
                 pass
             if self.reap_all(began) and ((resting is not None and self.cgroup.pids() == resting) or self.scan()):
+                self.libc.remove_ipc()
                 return time.monotonic() - began
             time.sleep(0.001)
         return None
@@ -447,7 +464,7 @@ class Runner:
         With ``runners``, others of this runner's kind (started by the engine with the same command) and their waiting
         children may be there too.
         """
-        mine, kin = os.getpid(), {os.getpid()}
+        mine, kin, sleepers = os.getpid(), {os.getpid()}, 0
         command = read_file("/proc/self/cmdline").split(b"\0")[:5]
         if runners:
             for name in os.listdir("/proc"):
@@ -464,6 +481,9 @@ class Runner:
                 continue
             if fields.get("PPid") != "1" or fields.get("Uid", "").split("\t")[0] != self.config["keeper"]:
                 return False
+            if sleepers or read_file("/proc/" + name + "/cmdline").split(b"\0")[0] != b"sleep":
+                return False
+            sleepers += 1
         return True
 
 
@@ -484,6 +504,7 @@ class Served:
         self.stopping = None
         self.killed = self.timed_out = self.cancelled = False
         self.status, self.cpu_seconds, self.max_rss = None, 0.0, 0
+        self.rest = {}  # by descriptor, what may still be of the main process once it has ended
         self.ooms = runner.ooms
 
     def take(self, kind, data):
@@ -531,6 +552,8 @@ class Served:
 
     def ended(self, status, usage):
         self.status = status
+        # What it wrote is in its pipes by now; without a bound, whoever it left could refill them for ever.
+        self.rest = {fd: fcntl.fcntl(fd, F_GETPIPE_SZ) for fd in self.sources}
         self.cpu_seconds, self.max_rss = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
     def readable(self, stream):
@@ -542,9 +565,10 @@ class Served:
         if self.status is None:
             return False
         for fd, stream in list(self.sources.items()):
-            while self.readable(stream) and self.pull(fd, stream):
+            while self.rest[fd] > 0 and self.readable(stream) and self.pull(fd, stream):
                 pass
-        return not any(not self.readable(stream) for stream in self.sources.values()) or self.killed
+        waits = any(self.rest[fd] > 0 and not self.readable(stream) for fd, stream in self.sources.items())
+        return not waits or self.killed
 
     def wait(self, seconds):
         """Do what there is to do with the call's pipes, once there is something; the descriptors that were ready."""
@@ -588,6 +612,9 @@ class Served:
         if not data:
             del self.sources[fd]
             return False
+        if self.status is not None:
+            data = data[: self.rest[fd]]
+            self.rest[fd] -= len(data)
         kept = data[: max(0, self.cap - self.total[stream])]
         self.total[stream] += len(data)
         if kept:
@@ -740,6 +767,7 @@ class Prepared:
         os.chdir(config["cwd"])
         if config["cpu_seconds"]:
             resource.setrlimit(resource.RLIMIT_CPU, (config["cpu_seconds"], config["cpu_seconds"] + 1))
+        libc.keep_memory()  # under the call's limits too: its code can make that process work for it
         low = os.memfd_create("call.py")
         # Out of the way of descriptors that are counted on to be free, and inherited: a program may run itself again.
         self.fd = fcntl.fcntl(low, fcntl.F_DUPFD, min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024) - 1)
@@ -1025,7 +1053,7 @@ def run(config):
     except Exception as error:  # without ctypes the runner cannot protect itself, and says so
         libc, dumpable, subreaper = None, False, False
         config["problem"] = repr(error)
-    runner = Runner(config)
+    runner = Runner(config, libc)
     # Beside other runners the count of processes has no resting value.
     resting = None if config["shared"] else runner.cgroup.pids()
     facts = {path: read_file(path).decode("utf-8", "replace") for path in config["files"]}
@@ -1107,7 +1135,6 @@ def become(libc, config, hidden=False):
 
     A child that is to wait beside other calls' code is out of its reach (``hidden``) until its own call has come.
     """
-    libc.keep_memory()
     prepared = Prepared(libc, config, hidden)
     sys.addaudithook(AUDIT.pop)
     if hidden:

@@ -311,3 +311,56 @@ async def test_deaths_of_a_calls_own_making_are_told_apart(real_engine: Room) ->
         raised = await box.call(Call(code="import os\nos.kill(os.getpid(), 24)"))
         assert (raised.signal, raised.cpu_limit) == (signal.SIGXCPU, False)
         assert await usable_or_gone(box)
+
+
+# --- what a call leaves that is no process ----------------------------------------------------------------------------
+
+LEAVES_MEMORY = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+segment = libc.shmget(0, 100 << 20, 0o1600)
+ctypes.memset(libc.shmat(segment, None, 0), 1, 100 << 20)
+assert segment >= 0 and libc.msgget(7, 0o1600) >= 0 and libc.semget(7, 1, 0o1600) >= 0
+"""
+SEES_MEMORY = """
+for kind in ('shm', 'msg', 'sem'):
+    print(kind, len(open('/proc/sysvipc/' + kind).readlines()) - 1)
+"""
+
+
+async def test_system_v_memory_of_a_call_is_gone_with_it(real_engine: Room) -> None:
+    async with real_engine.armed() as box:
+        left = await box.call(Call(code=LEAVES_MEMORY + SEES_MEMORY))
+        assert (left.stdout, left.stderr) == (b"shm 1\nmsg 1\nsem 1\n", b"")
+        assert (await box.call(Call(code=SEES_MEMORY))).stdout == b"shm 0\nmsg 0\nsem 0\n"
+        assert box.poisoned == ""
+
+
+REFILLS = """
+import os
+os.write(1, b'answer\\n')
+for _ in range(20):
+    if os.fork() == 0:
+        while True:
+            os.write(1, b'x' * 65536)
+"""
+
+
+async def test_what_a_call_left_cannot_hold_its_answer_by_writing_on(real_engine: Room) -> None:
+    async with real_engine.armed() as box:
+        result = await box.call(Call(code=REFILLS, timeout=30))
+        assert (result.exit_code, result.timed_out) == (0, False)
+        assert result.stdout.startswith(b"answer\n")
+        assert await usable_or_gone(box)
+
+
+async def test_what_keeps_a_calls_memory_has_the_calls_cpu_limit(real_engine: Room) -> None:
+    code = """
+import os, resource
+keeper, = [int(n) for n in os.listdir('/proc') if n.isdigit() and int(n) not in (1, os.getpid())
+           and os.getsid(int(n)) == os.getsid(0)]
+print(resource.prlimit(keeper, resource.RLIMIT_CPU) == resource.getrlimit(resource.RLIMIT_CPU) == (30, 31))
+"""
+    async with real_engine.armed() as box:
+        assert (await box.call(Call(code=code))).stdout == b"True\n"
