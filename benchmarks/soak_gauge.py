@@ -115,15 +115,17 @@ class Gauge:
         )
 
     def _shims(self, listed: Iterable[str]) -> tuple[list[int], int]:
-        """The processes that hold a container that is or was the pool's, and how many hold any other."""
+        """The processes that hold a container that is or was the pool's, and how many hold another one of its engine."""
         ours, found, others = {*self._ours, *listed}, [], 0
+        # A shim of the private engine names it in its argv; of any other, each one may be its.
+        engine = str(engine_paths().containerd_socket) if self._info.private else None
         for pid in pids():
             argv = argv_of(pid)
             if argv and Path(argv[0]).name.startswith(("containerd-shim", "conmon")):
-                if ours.isdisjoint(argv):
-                    others += 1
-                else:
+                if not ours.isdisjoint(argv):
                     found.append(pid)
+                elif engine is None or engine in argv:
+                    others += 1
         return found, others
 
     def _daemons(self) -> list[int]:

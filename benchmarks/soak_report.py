@@ -41,7 +41,11 @@ def as_json(soak: Soak) -> dict[str, Any]:
         },
         "calls": {**books.calls.as_json(), "told_by_the_pool": tap.calls, **dict(sorted(books.marks.items()))},
         "acquires": books.acquires.as_json(),
-        "warm": {"calls": books.warm.as_json(), "acquires": _standby(books).as_json()},
+        "warm": {
+            "calls": books.warm.as_json(),
+            "acquires": _ready(books).as_json(),
+            "standbys": _standby(books).as_json(),
+        },
         "kills": {**dict(sorted(books.kills.items())), "recovery": books.recovery()},
         "sandboxes": {
             "created": soak.created,
@@ -54,6 +58,12 @@ def as_json(soak: Soak) -> dict[str, Any]:
         "others": {name: it and it.others for name, it in (("before", soak.before), ("after", soak.after))},
         "machine": dict(soak.machine),
     }
+
+
+def _ready(books: Books) -> Share:
+    """Of the granted acquires, those that waited for no start: their session had a sandbox, or a standby was there."""
+    found = books.acquires.results
+    return Share(found["own"] + found["standby"], found.total())
 
 
 def _standby(books: Books) -> Share:
@@ -122,7 +132,8 @@ def _facts(soak: Soak) -> Table:
     books = soak.books
     for name, share in (
         ("warm calls", books.warm),
-        ("warm acquires", _standby(books)),
+        ("warm acquires", _ready(books)),
+        ("standbys found", _standby(books)),
     ):
         rate = NOT_READ if share.rate is None else f"{100 * share.rate:.1f} %"
         table.add_row(name, f"{share.n:,} of {share.of:,} ({rate})")

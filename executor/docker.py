@@ -50,6 +50,15 @@ _SIGNS: tuple[tuple[type[EmberpoolError], tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
+def _pull_failed(stderr: bytes, code: int, doing: str) -> EmberpoolError:
+    """The error of a pull. A daemon that says so itself was reached: what could not be is the registry."""
+    error = classify(stderr, code, doing)
+    said = " ".join(stderr.decode("utf-8", "replace").split())[:300]
+    if isinstance(error, EngineUnavailable) and b"Error response from daemon" in stderr:
+        return EngineFailed(f"{doing}: its registry cannot be reached ({said}); check the image's name and the network")
+    return error
+
+
 def classify(stderr: bytes, code: int, doing: str) -> EmberpoolError:
     """Turn what an engine client printed on failure into one typed error. Total: every input gets one."""
     text = " ".join(stderr.decode("utf-8", "replace").split())
@@ -245,7 +254,7 @@ class CommandLineEngine:
         if code is None:
             raise EngineUnavailable(f"{doing}: did not end within {timeout:g} s", retry_after=60.0)
         if code != 0:
-            raise classify(bytes(errors.kept), code, doing)
+            raise _pull_failed(bytes(errors.kept), code, doing)
 
     async def import_tar(self, path: Path, reference: str, changes: Sequence[str]) -> None:
         """Make an image of a root filesystem in a tar file and name it; ``changes`` are Dockerfile instructions."""

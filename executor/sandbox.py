@@ -216,14 +216,14 @@ class Sandbox:
         self._poison(why)
         with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_TIMEOUT):
             try:
-                await self._engine.kill(self.name)
+                await self._engine.kill(self.container)  # its name may be another's by now
             except EmberpoolError as error:
                 log.warning("sandbox.kill_failed", sandbox=self.name, why=why, error=str(error))
 
     async def destroy(self) -> None:
         """Remove the container and return once it is confirmed absent; raises the engine's error while it is not."""
         self.let_go()
-        await self._engine.remove(self.name)
+        await self._engine.remove(self.container)
         self._hub.forget(self.name)
 
     def let_go(self) -> None:

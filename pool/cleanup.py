@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -140,6 +140,17 @@ def survey(place: Path) -> Iterator[Survey]:
             if path != place and _ONE_SHOT.match(path.name):
                 _lock(path, found, locks, one_shot=True)
         yield found
+
+
+def others(place: Path) -> list[Path]:
+    """The state directories of other pools beside ``place`` whose ledgers name containers, dead or alive."""
+    found = []
+    for path in sorted(place.parent.glob("*")):
+        if path != place and not _ONE_SHOT.match(path.name):
+            with suppress(OSError):  # another user's
+                if (path / "pool.json").is_file() and any((path / "ledger").iterdir()):
+                    found.append(path)
+    return found
 
 
 def _lock(path: Path, found: Survey, locks: ExitStack, *, one_shot: bool) -> None:

@@ -14,7 +14,7 @@ from executor.cgroups import remove_parent
 from executor.locate import find_engine
 from executor.result import EmberpoolError
 from pool import interrupts
-from pool.cleanup import DeadPool, Leftover, Survey, clean, examine, survey
+from pool.cleanup import DeadPool, Leftover, Survey, clean, examine, others, survey
 from pool.config import ConfigError, Settings, load_settings
 from pool.connection import shared_profile
 
@@ -71,6 +71,8 @@ async def _cleanup(settings: Settings, place: Path, dry_run: bool, quiet: bool) 
     with survey(place) as found:
         for skipped in found.skipped:
             say(f"skipped {skipped.path}: {skipped.reason}")
+        for path in others(place):
+            say(f"not looked at: {path}, another pool's; if that one is dead: emberpool cleanup --state-dir {path}")
         problem = ""
         if all(dead.empty for dead in found.dead):
             say("nothing to remove")

@@ -69,12 +69,15 @@ def _print(result: ToolResult, as_json: bool) -> None:
         shown = {"ok": result.ok, "output": result.output, "error": result.error}
         typer.echo(json.dumps({**shown, "result": result_object(result.result)}))
         return
+    # What the tool printed; where it failed, its traceback is the end of that.
+    sys.stderr.buffer.write(result.result.stderr)
+    sys.stderr.flush()
     if result.output:
         # As UTF-8 whatever the locale: it may be one that has no such characters.
         end = "" if result.output.endswith("\n") else "\n"
         sys.stdout.buffer.write(f"{result.output}{end}".encode())
         sys.stdout.flush()
-    if result.error:
+    if result.error and result.error not in result.result.stderr.decode("utf-8", "replace"):
         typer.echo(result.error, err=True)
 
 

@@ -5,6 +5,7 @@ It starts nothing but the doctor's probe. A tool that would run on the host, or 
 
 from __future__ import annotations
 
+import ast
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ def _launch(entry: ToolEntry, settings: Settings, broken: Check | None, rehearsa
             _look_on_host(plan, settings)
         else:
             rehearsal.look(plan)
+        _parse(plan)
     except (ConfigError, EmberpoolError) as error:
         # Messages say what is wrong and then, behind the last semicolon, what to do.
         why, sign, change = line(error).rpartition("; ")
@@ -102,6 +104,31 @@ def _launch(entry: ToolEntry, settings: Settings, broken: Check | None, rehearsa
     if broken is not None:
         return launch("refused", f"{broken.name}: {broken.detail}", broken.remedy)
     return launch("container", _ISOLATED)
+
+
+def _parse(plan: ToolPlan) -> None:
+    """Raises ``InvalidCall`` where the tool's source can be no tool: it does not parse, or has nothing of its function's name.
+
+    Read where it stands and never run; a file that cannot be read is for whoever looks at its directory to tell.
+    """
+    tool = plan.tool
+    try:
+        source = tool.inline if tool.inline is not None else tool.file.read_bytes() if tool.file is not None else ""
+        tree = ast.parse(source, filename=tool.path or tool.name)
+    except (SyntaxError, ValueError) as error:
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        text = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise InvalidCall(f"{tool.path or 'its inline code'}{where} is no Python: {text}; correct it") from error
+    except OSError:
+        return
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    if tool.inline is None and not names & {tool.function, "*", "__getattr__"}:
+        raise InvalidCall(f"{tool.path} has no function {tool.function}; name the one that it has with function = ...")
 
 
 def _look_on_host(plan: ToolPlan, settings: Settings) -> None:

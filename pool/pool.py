@@ -191,7 +191,8 @@ class SandboxPool:
         fails is a result. Raises ``InvalidCall``, and what ``acquire`` and ``Session.call`` raise.
         """
         if plan.python_tools == "limits":
-            return await run_on_host(plan, arguments, self.settings)
+            session_id = self._directory.session_id(key_part("agent", plan.agent), key_part("session", session))
+            return await run_on_host(plan, arguments, self.settings, session=session_id)
 
         async def once() -> ToolResult:
             # The tool's own time begins once it has a sandbox.

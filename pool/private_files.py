@@ -36,10 +36,15 @@ def check_private(path: Path) -> None:
         raise PoolUnusable(f"the state directory {path} is open to other users (mode {mode}); run: chmod 700 {path}")
     for parent in path.absolute().parents:
         facts = parent.stat()
-        if facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX:
+        if facts.st_uid not in (0, os.geteuid()):
             raise PoolUnusable(
-                f"{parent}, above the state directory, can be written by every user; choose another place"
+                f"{parent}, above the state directory, belongs to uid {facts.st_uid}, who could replace it; choose another "
+                "place"
             )
+        # A group of the user's own is the user alone, as distributions set their users up.
+        others = stat.S_IWOTH if facts.st_gid in (0, os.getegid()) else stat.S_IWOTH | stat.S_IWGRP
+        if facts.st_mode & others and not facts.st_mode & stat.S_ISVTX:
+            raise PoolUnusable(f"{parent}, above the state directory, can be written by others; choose another place")
 
 
 def take_lock(path: Path) -> int:

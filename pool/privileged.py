@@ -6,6 +6,7 @@ the container; what a command writes below ``/workspace`` stays.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Awaitable, Callable, Sequence
@@ -129,6 +130,7 @@ class Privileged:
         try:
             place = Path(self._settings.sandbox.workspace).resolve() / PLACE
             found = [(path, path.is_symlink(), path.is_dir()) for path in (place.parent, place)]
+            above = [(path, path.stat()) for path in (place.parents[1], place.parent) if path.is_dir()]
         except (OSError, RuntimeError) as error:  # the second is a circle of links
             raise InvalidCall(f"sandbox.workspace cannot be looked at: {error}; correct it, or its rights") from error
         shown = shlex.quote(str(place))
@@ -139,6 +141,13 @@ class Privileged:
                 raise InvalidCall(
                     f"{path} is not there, or is no directory; run: mkdir -p {shown} && chown UID:GID {shown}, with an "
                     "owner other than root, whom the command then runs as"
+                )
+        for path, facts in above:
+            # Whoever may write there could put another directory in its place after this look, and have it mounted.
+            if facts.st_uid not in (0, os.geteuid()) or facts.st_mode & 0o022:
+                raise InvalidCall(
+                    f"{path} must be writable by root or this process's user alone; run: chown {os.geteuid()} "
+                    f"{shlex.quote(str(path))} && chmod go-w {shlex.quote(str(path))}"
                 )
         try:
             check_mount(f"{place}:{WORKSPACE}")

@@ -94,17 +94,17 @@ async def with_retries(once: Callable[[], Awaitable[ToolResult]], plan: ToolPlan
         await anyio.sleep(wait)
 
 
-async def run_on_host(plan: ToolPlan, arguments: object, settings: Settings) -> ToolResult:
+async def run_on_host(plan: ToolPlan, arguments: object, settings: Settings, *, session: str = "") -> ToolResult:
     """Call a tool on this host under limits: a guard against exhaustion and NOT a boundary (``executor.host``).
 
-    What never started is tried again, up to ``plan.retries`` times. Raises ``InvalidCall`` and what
+    ``session`` is the session's id for the audit line, where a pool gave it one. What never started is tried again, up to ``plan.retries`` times. Raises ``InvalidCall`` and what
     ``executor.host.host_call`` raises.
     """
     stdin = encode_arguments(arguments, max_input=settings.call.max_input)
-    return await with_retries(lambda: _once_on_host(plan, stdin, settings), plan)
+    return await with_retries(lambda: _once_on_host(plan, stdin, settings, session), plan)
 
 
-async def _once_on_host(plan: ToolPlan, stdin: bytes, settings: Settings) -> ToolResult:
+async def _once_on_host(plan: ToolPlan, stdin: bytes, settings: Settings, session: str) -> ToolResult:
     box, tool = settings.sandbox, plan.tool
     root = await to_thread.run_sync(place_on_host, plan)
     # Of what is sent, only inline code is the caller's: the rest is not held against the ceiling of his input.
@@ -130,7 +130,8 @@ async def _once_on_host(plan: ToolPlan, stdin: bytes, settings: Settings) -> Too
         entry.failed(error)
         raise
     finally:
-        log.info("call.ended", generation=HOST, **entry.fields(anyio.current_time(), ""))
+        told = entry.fields(anyio.current_time(), "")
+        log.info("call.ended", session=session or None, generation=HOST, tool=tool.name, **told)
     return tool_result(tool, result)
 
 

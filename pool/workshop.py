@@ -39,6 +39,7 @@ from executor.staging import Fingerprints, StageLimits
 from executor.watch import EventHub
 from pool.adoption import labels_of, take_over
 from pool.cleanup import LATE_START as LATE_START
+from pool.cleanup import look
 from pool.config import Settings
 from pool.config_tools import WORKSPACE
 from pool.connection import Connection as Connection
@@ -82,6 +83,7 @@ class Workshop:
         self._python: dict[str, bool] = {}
         self._fingerprints = Fingerprints()
         self._untold: set[str] = set()
+        self._containers: dict[str, str] = {}
         self._sweeper = Sweeper(settings, state, self._users, self._user_policy)
         self._inherited = self._sweeper.inherited
         self._tasks, self._asking = tasks, anyio.Lock()
@@ -164,6 +166,7 @@ class Workshop:
         spec = self._spec(link, self._identity(name, "sandbox", link.config_hash), str(place), nonce, python=python)
 
         def created(container: str) -> None:
+            self._containers[name] = container
             self._state.enter(Entry(name, "standby", container=container, user=user, created=time.time()))
             self._untold.discard(name)
 
@@ -194,6 +197,7 @@ class Workshop:
             self._enter(self.name(n), "standby", link.image)
             return None
         self._python[link.image.id] = True
+        self._containers[entry.name] = entry.container
         log.info("sandbox.adopted", sandbox=entry.name, pool=self._state.pool_id, n=n, age=round(self.age(n), 3))
         return box
 
@@ -225,14 +229,28 @@ class Workshop:
         name, box = self.name(n), self.sandboxes.pop(n, None)
         if box is not None:
             box.let_go()
-        await self._require().engine.remove(name)
+        await self._remove(name)
         self._hub.forget(name)
+        self._containers.pop(name, None)
         # Where a start was asked for and never told an ID, the entry stays for a while: the daemon may still carry it out.
         if name in self._untold:
             self._untold.discard(name)
         else:
             self._state.drop(name)
         self._users.pop(name, None)
+
+    async def _remove(self, name: str) -> None:
+        """Remove the very container that was made under a name: whoever may use the engine can have renamed it, and made
+        another one of that name."""
+        engine = self._require().engine
+        if container := self._containers.get(name):
+            await engine.remove(container)
+            return
+        for entry in self._state.entries():
+            if entry.name == name:
+                left = await look(engine, self._state.pool_id, entry, time.time())
+                if left.found == "ours":
+                    await engine.remove(left.container)
 
     async def _has_python(self, link: Connection) -> bool:
         """Whether the image has an interpreter, found out once for each image, in a disposable container."""

@@ -112,7 +112,7 @@ def one_line(result: Result) -> str:
 def test_a_tool_is_called_and_what_it_returns_is_printed(desk: Desk, from_stdin: bool) -> None:
     words = ["--args", "-"] if from_stdin else ["--args", '{"a": 2}']
     done = desk.invoke("tool", "run", desk.manifest, "add", "--agent", "host", *words, stdin='{"a": 2}')
-    assert (done.exit_code, done.stdout, done.stderr) == (0, '{"sum": 3}\n', "")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, '{"sum": 3}\n', "adding\n")
 
 
 @posix
@@ -315,7 +315,7 @@ def said(process: subprocess.Popen[str], word: str) -> None:
 @posix
 def test_the_command_calls_a_tool_with_arguments_on_stdin(desk: Desk) -> None:
     process = desk.start("tool", "run", desk.manifest, "add", "--agent", "host", "--args", "-")
-    assert ended(process, '{"a": 40, "b": 2}') == (0, '{"sum": 42}\n', "")
+    assert ended(process, '{"a": 40, "b": 2}') == (0, '{"sum": 42}\n', "adding\n")
     assert list(desk.place.iterdir()) == []
 
 
@@ -345,7 +345,7 @@ async def test_the_command_calls_a_tool_in_a_container_and_leaves_nothing(
         return ended(desk.start("tool", "run", desk.manifest, *words, **more))
 
     done = await anyio.to_thread.run_sync(lambda: run("add", "--agent", "boxed", "--args", '{"a": 1}'))
-    assert done == (0, '{"sum": 2}\n', "")
+    assert done == (0, '{"sum": 2}\n', "adding\n")
     process = desk.start("tool", "run", desk.manifest, "hang", log_level="info")
     await anyio.to_thread.run_sync(said, process, "session.bound")
     (identity,) = desk.place.parent.glob("one-shot-*/pool.json")

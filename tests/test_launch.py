@@ -263,3 +263,41 @@ async def test_the_doctor_checks_python_tools_without_an_engine_too(settings: Se
 
     (check,) = [one for one in await examine(settings, find=nothing) if one.name == "python tools"]
     assert (check.status, check.remedy) == ("warn", 'set their python_tools to "container"')
+
+
+UNFIT = {
+    "another name": ("def tol(): pass", "has no function tool"),
+    "no python": ("def tool(:", "line 1 is no Python"),
+    "a NUL": ("def tool(): pass\0", "is no Python"),
+}
+FIT = {
+    "async": "async def tool(): pass",
+    "a class": "class tool: pass",
+    "assigned": "tool = print",
+    "imported": "from json import dumps as tool",
+    "star": "from elsewhere import *",
+    "made when asked": "def __getattr__(name): return print",
+}
+
+
+@pytest.mark.parametrize(("source", "why"), UNFIT.values(), ids=UNFIT)
+async def test_source_that_can_be_no_tool_is_refused_unrun(
+    settings: Settings, toolbox: Toolbox, source: str, why: str
+) -> None:
+    toolbox.write("tool/tool.py", source)
+    told = (await checked(toolbox.manifest(tools={"tool": {"file": "tool/tool.py"}}), settings))["tool"]
+    assert told.runs == "refused"
+    assert why in told.why
+    assert told.change
+
+
+@pytest.mark.parametrize("source", FIT.values(), ids=FIT)
+async def test_a_function_may_come_about_in_any_way(settings: Settings, toolbox: Toolbox, source: str) -> None:
+    toolbox.write("tool/tool.py", source)
+    manifest = toolbox.manifest(tools={"tool": {"file": "tool/tool.py"}})
+    assert (await checked(manifest, settings))["tool"].runs == "container"
+
+
+async def test_inline_code_that_is_no_python_is_refused(settings: Settings, toolbox: Toolbox) -> None:
+    manifest = toolbox.manifest(tools={"tool": {"inline": "print(1"}})
+    assert (await checked(manifest, settings))["tool"].runs == "refused"

@@ -138,7 +138,20 @@ def test_a_parent_that_everybody_may_write_is_refused(state_dir: Path) -> None:
     parent = state_dir / "open"
     parent.mkdir(parents=True)
     parent.chmod(0o777)
-    with pytest.raises(PoolUnusable, match="can be written by every user"):
+    with pytest.raises(PoolUnusable, match="can be written by others"):
+        StateDirectory.open(parent / "state")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize(("owner", "group", "mode"), [(1000, 1000, 0o755), (0, 1000, 0o770)])
+def test_a_parent_in_which_another_user_could_replace_it_is_refused(
+    state_dir: Path, owner: int, group: int, mode: int
+) -> None:
+    parent = state_dir / "given"
+    parent.mkdir(parents=True)
+    os.chown(parent, owner, group)
+    parent.chmod(mode)
+    with pytest.raises(PoolUnusable, match="choose another place"):
         StateDirectory.open(parent / "state")
 
 

@@ -343,3 +343,16 @@ async def test_a_wrong_argument_is_refused_by_its_name(
             assert isinstance(error, InvalidCall), (name, error)
             assert words in str(error), name
         assert engine.started == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("place", ["", "data"])
+@pytest.mark.parametrize(("owner", "mode"), [(1000, 0o755), (0, 0o777), (0, 0o775)])
+async def test_a_workspace_in_which_another_could_swap_the_sandbox_is_refused(
+    engine: ScriptedEngine, state_dir: Path, workspace: Path, place: str, owner: int, mode: int
+) -> None:
+    os.chown(workspace / place, owner, owner)
+    (workspace / place).chmod(mode)
+    async with running(engine, settings_with(state_dir, workspace)) as pool:
+        with pytest.raises(InvalidCall, match="chmod go-w"):
+            await pool.privileged.shell_exec("true")

@@ -12,7 +12,7 @@ import pytest
 import trio.lowlevel
 from trio.testing import MockClock
 
-from executor.result import CallResult, EngineFailed, PoolExhausted
+from executor.result import CallResult, EngineFailed, EngineUnavailable, PoolExhausted
 from pool import events as ev
 from pool.config import Settings
 from pool.pool import SandboxPool
@@ -208,6 +208,20 @@ async def test_waiter_outlasts_two_failed_starts_and_the_third_refuses_it(state_
             else:
                 assert seconds == pytest.approx(two + LATENCY["start"], abs=EXACT)
                 assert getattr(answer, "retry_after", None) == pytest.approx(one.backoff(3), abs=EXACT)
+
+
+async def test_waiter_whose_wait_ends_while_starts_fail_is_told_so_and_not_that_the_pool_is_full(
+    state_dir: Path,
+) -> None:
+    async with watched(settings_of(state_dir)) as one:
+        await calm(one)
+        one.engine.always["start"] = Fault(error=EngineFailed("the disk is on fire"), slow=20.0)
+        error = await outcome(lambda: one.pool.acquire("agent", "other", timeout=30.0))
+        assert type(error) is EngineUnavailable, error
+        assert "the disk is on fire" in str(error)
+        assert (error.started, error.retryable) == (False, True)
+        assert error.retry_after
+        one.engine.always.clear()
 
 
 # --- the machine sleeps -------------------------------------------------------------------------------------------------

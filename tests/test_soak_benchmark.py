@@ -427,7 +427,8 @@ def test_json_tells_the_load_the_ends_the_growth_and_the_verdict() -> None:
     assert told["calls"]["results"] == {"failed": 1, "ok": 1}
     assert told["calls"]["accepted"] == 4
     assert told["warm"]["calls"] == {"n": 1, "of": 1, "rate": 1.0}
-    assert told["warm"]["acquires"] == {"n": 1, "of": 2, "rate": 0.5}
+    assert told["warm"]["acquires"] == {"n": 2, "of": 3, "rate": 0.6667}
+    assert told["warm"]["standbys"] == {"n": 1, "of": 2, "rate": 0.5}
     assert told["growth"]["descriptors"] == {"before": 23, "after": 23, "more": 0, "may_grow": 0}
     assert told["growth"]["daemon_memory"] == {"before": 140_000_000, "after": 140_000_000, "more": 0}
 

@@ -320,7 +320,7 @@ async def test_a_call_is_told_in_one_line_that_holds_no_content(
     assert (first["image"], first["exit_code"]) == (engine.images["default"].id, 3)
     assert first["session"] == died["session"] != "chat-42"
     for line in host:
-        assert line.keys() == FIELDS | {"exit_code", "signal"}
+        assert line.keys() == FIELDS | {"session", "tool", "exit_code", "signal"}
         assert (line["generation"], line["outcome"], line["code"]) == ("host", "ok", hashed("#of-the-tool"))
 
 

@@ -28,10 +28,11 @@ class Toolbox:
     root: Path
 
     def write(self, path: str, text: str = "", **more: str) -> Path:
-        """A file of a tool, and beside it one for each of ``more`` (``columns="..."`` is columns.py)."""
+        """A file of a tool, by default of one that does nothing, and beside it one for each of ``more`` (``columns="..."`` is
+        columns.py)."""
         file = self.root / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(dedent(text), "utf-8")
+        file.write_text(dedent(text) or f"def {file.stem}(**arguments):\n    pass\n", "utf-8")
         for name, source in more.items():
             (file.parent / f"{name}.py").write_text(dedent(source), "utf-8")
         return file

@@ -25,7 +25,8 @@ HANDS: list[tuple[str, ...]] = [("kill",), ("rm", "-f"), ("pause",), ("stop", "-
 async def test_container_that_a_hand_ends_or_pauses_is_replaced(
     daemon: Daemon, state_dir: Path, recoveries: list[Recovery], hand: tuple[str, ...]
 ) -> None:
-    async with staged(f"docker {hand[0]}", daemon, recoveries, pool_settings(state_dir)) as scene:
+    settings = pool_settings(state_dir, resync_interval=300.0)  # events alone must tell
+    async with staged(f"docker {hand[0]}", daemon, recoveries, settings) as scene:
         for moment in MOMENTS:
             async with scene.at(moment) as hit:
                 daemon.docker(*hand, hit.container)

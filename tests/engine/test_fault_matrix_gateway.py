@@ -92,12 +92,14 @@ async def test_gateway_that_is_killed_is_cleaned_up_after_by_the_next(
     began = anyio.current_time()
     bound, standby = entries(state_dir, "bound"), entries(state_dir, "standby")
     assert len(bound) == (moment != "starting")
-    async with SandboxPool(settings) as pool:
+    async with SandboxPool(
+        pool_settings(state_dir, min_standby=2)
+    ) as pool:  # it has use for more than may be taken over
         await until(lambda: pool.snapshot()["engine"] == "up")
         session = await pool.acquire("agent", "first")
         assert (await session.call(code=HAS_STATE)).stdout == b"False\n"
         recoveries.append(Recovery("the gateway is killed", moment, "-", anyio.current_time() - began))
-        rest = {"starting": 0, "standby": 1, "bound": 1, "stopping": 0}
+        rest = {"starting": 0, "standby": 2, "bound": 1, "stopping": 0}
         await until(lambda: pool.snapshot()["sandboxes"] == rest)
         ours = {name: key for state in ("bound", "standby") for name, key in entries(state_dir, state).items()}
         ours = {name: key for name, key in ours.items() if name in pool._shop.names}

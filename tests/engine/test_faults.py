@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,16 +19,18 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from executor import private
 from executor.docker import CommandLineEngine
 from executor.engine import Engine, ImageInfo
 from executor.locate import find_engine
+from executor.paths import ENGINE_HOME, engine_paths
 from executor.profile import LABEL_POOL
 from executor.result import CallResult, EmberpoolError, EngineUnavailable, ImageMissing, SandboxDied
 from pool import pool as pool_module
 from pool.config import Settings
 from pool.pool import SandboxPool
 from pool.startup import Report
-from tests.engine.faulty import IMAGE, LIMIT, Daemon, until
+from tests.engine.faulty import IMAGE, LIMIT, Daemon, disk, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
@@ -167,3 +170,14 @@ async def test_engine_is_not_stopped_under_a_pool(daemon: Daemon, settings: Sett
         assert done.returncode == 1
         assert f"pid {os.getpid()}" in done.stderr
         assert (await session.call(code="print(1)")).ok
+
+
+async def test_engine_down_leaves_a_disk_mounted_that_the_operator_gave_it(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="ember-", dir="/tmp") as directory:
+        monkeypatch.setenv(ENGINE_HOME, f"{directory}/e")
+        with disk("64m", at=engine_paths().data) as data:
+            await private.up(lambda line: None)
+            await private.down()
+            assert data.is_mount()
