@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -101,15 +102,17 @@ class Gauge:
             return Reading(**counts)
         shims, others = self._shims([row.id for row in listed])
         daemons = self._daemons()
+        files = _open_files(daemons) if daemons else None
         return Reading(
             **counts,
-            descriptors=_descriptors([os.getpid()]),
+            descriptors=_count(_open_files([os.getpid()])),
             memory=_memory([os.getpid()]),
             clients=len(_children(os.getpid())),
             shims=len(shims),
-            shim_descriptors=_descriptors(shims),
+            shim_descriptors=_count(_open_files(shims)),
             daemons=len(daemons) or None,
-            daemon_descriptors=_descriptors(daemons) if daemons else None,
+            daemon_descriptors=_count(files, sockets=False),
+            daemon_sockets=_count(files, sockets=True),
             daemon_memory=_memory(daemons) if daemons else None,
             others=others,
         )
@@ -143,12 +146,25 @@ def _children(parent: int) -> list[int]:
     return [pid for pid in pids() if stat_number(pid, PARENT) == parent]
 
 
-def _descriptors(processes: Iterable[int]) -> int | None:
-    """How many descriptors they have open in all; ``None`` where one of them does not let itself be read."""
+def _open_files(processes: Iterable[int]) -> list[str] | None:
+    """What their descriptors lead to, all together; ``None`` where one of them does not let itself be read."""
+    found = []
     try:
-        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in processes)  # noqa: PTH208 - names, not paths
+        for pid in processes:
+            for number in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - names, not paths
+                # One that is closed meanwhile is none; the listing's own is among them.
+                with suppress(FileNotFoundError):
+                    found.append(os.readlink(f"/proc/{pid}/fd/{number}"))  # noqa: PTH115 - no path is meant
     except OSError:
         return None
+    return found
+
+
+def _count(names: list[str] | None, *, sockets: bool | None = None) -> int | None:
+    """How many there are: all, the ``sockets``, or all but those."""
+    if names is None:
+        return None
+    return sum(1 for name in names if sockets is None or name.startswith("socket:") is sockets)
 
 
 def _memory(processes: Iterable[int]) -> int | None:

@@ -64,15 +64,17 @@ class Waiter:
 @dataclass(slots=True)
 class Circuit:
     """Failures in a row of one kind of work. After one there is one trial at a time, none before ``retry_at``. Once
-    ``fault`` is set the circuit is open: whoever would wait for such work is refused with it until the next trial."""
+    ``fault`` is set the circuit is open: whoever would wait for such work is refused with it until the next trial. ``last`` is what went wrong last, open or
+    not."""
 
     failures: int = 0
     retry_at: float = 0.0
     fault: Fault | None = None
+    last: Fault | None = None
 
     def fail(self, fault: Fault, policy: Policy, now: float, jitter: float) -> None:
         """A fault of the boundary opens the circuit at once; an engine's may pass, so it gets some tries."""
-        self.failures += 1
+        self.failures, self.last = self.failures + 1, fault
         self.retry_at = max(self.retry_at, now + policy.backoff(self.failures, jitter))
         certain = fault.kind is not RefusalKind.ENGINE_UNAVAILABLE
         if certain or self.failures >= policy.failures_to_open or self.fault is not None:

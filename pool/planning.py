@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pool import events as ev
 from pool.books import STOPS_TO_DOUBT, Books, SandboxState
-from pool.events import Refusal, RefusalKind
+from pool.events import Fault, Refusal, RefusalKind
 from pool.transitions import Phase, Trigger
 
 _DRAINED = Refusal(RefusalKind.SANDBOX_DIED, "the pool closed while this call ran", cause="drained", started=True)
@@ -77,6 +77,9 @@ def _expire(books: Books, now: float) -> None:
         elif not books.health.reachable:
             message = f"the engine has not answered within {waited}; look at it with: emberpool engine status"
             books.refuse(waiter.id, RefusalKind.ENGINE_UNAVAILABLE, message, 1.0)
+        elif waiter.kind != "cold" and (fault := books.health.starts.last) is not None:
+            message = f"no sandbox could be started within {waited}: {fault.message}"
+            books.refuse(waiter.id, fault.kind, message, 1.0 if _passes(fault) else None)
         else:
             what = "cold place" if waiter.kind == "cold" else "sandbox"
             message = f"no {what} became free within {waited}; retry, or raise the pool's limits"
@@ -158,15 +161,18 @@ def _bind(books: Books, now: float) -> None:
         books.emit(ev.BindSandbox(box.n, session.key))
 
 
+def _passes(fault: Fault) -> bool:
+    """An engine comes back and a disk is emptied; the other faults need the operator, so no time to come back is named."""
+    return fault.kind in (RefusalKind.ENGINE_UNAVAILABLE, RefusalKind.POOL_UNUSABLE)
+
+
 def _refuse_faulty(books: Books, now: float) -> None:
     """While sandboxes cannot be had, refuse whoever would wait for one; a due trial comes first."""
     refuses = books.health.refuses(now)
     if refuses is None:
         return
     fault, again = refuses
-    # An engine comes back and a disk is emptied; the other faults need the operator, so no time to come back is named.
-    passes = fault.kind in (RefusalKind.ENGINE_UNAVAILABLE, RefusalKind.POOL_UNUSABLE)
-    retry_after = max(0.1, again - now) if passes else None
+    retry_after = max(0.1, again - now) if _passes(fault) else None
     for waiter in list(books.waiters.values()):
         # Cold calls start containers of their own: only an engine that does not answer speaks for them too.
         cold = waiter.kind == "cold"

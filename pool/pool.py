@@ -300,7 +300,11 @@ class SandboxPool:
                 raise error_of(place.answer.refusal)
             assert isinstance(place.answer, ev.RunCall)  # noqa: S101 - a call is run or refused, nothing else
             n = place.answer.n
-            box = self._shop.sandboxes[n]
+            if (box := self._shop.sandboxes.get(n)) is None:
+                # It was lost, and is being removed, between the turn that was given and this task's own.
+                if place.ended is not None:
+                    raise error_of(place.ended)
+                raise SandboxDied("the sandbox ended before the call began", cause="unknown", started=False)
 
             async def run(left: float) -> CallResult:
                 if prepare is None:

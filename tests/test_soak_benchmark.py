@@ -48,7 +48,8 @@ REST = Reading(
     shims=2,
     shim_descriptors=96,
     daemons=2,
-    daemon_descriptors=90,
+    daemon_descriptors=51,
+    daemon_sockets=30,
     daemon_memory=140_000_000,
     others=0,
 )
@@ -236,9 +237,9 @@ def test_descriptors_processes_and_containers_may_not_grow_by_one() -> None:
     }  # fmt: skip
 
 
-def test_the_daemons_memory_is_only_shown() -> None:
-    assert [limit.name for limit in UNJUDGED] == ["daemon_memory"]
-    assert grown(REST, replace(REST, daemon_memory=10**12)) == []
+def test_the_daemons_memory_and_sockets_are_only_shown() -> None:
+    assert [limit.name for limit in UNJUDGED] == ["daemon_sockets", "daemon_memory"]
+    assert grown(REST, replace(REST, daemon_memory=10**12, daemon_sockets=10**6)) == []
 
 
 def test_the_daemon_is_not_judged_while_others_use_it_and_all_else_is() -> None:
@@ -266,7 +267,7 @@ def test_at_rest_there_are_min_standby_running_containers_and_a_shim_for_each(ch
 
 
 def test_two_readings_agree_at_rest_whatever_memory_and_others_do() -> None:
-    assert replace(REST, memory=1, daemon_memory=1, others=7).steady() == REST.steady()
+    assert replace(REST, memory=1, daemon_memory=1, daemon_sockets=1, others=7).steady() == REST.steady()
     for name in ("descriptors", "threads", "clients", "containers", "running", "shims", "daemon_descriptors"):
         assert replace(REST, **{name: 1_000}).steady() != REST.steady()
 
