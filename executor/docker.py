@@ -15,6 +15,7 @@ from typing import Any
 
 import anyio
 import structlog
+from anyio.abc import ByteReceiveStream
 
 from executor import process
 from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
@@ -219,8 +220,10 @@ class CommandLineEngine:
     @asynccontextmanager
     async def _events(self, label: str, value: str, since: str) -> AsyncIterator[AsyncIterator[EngineEvent]]:
         words = ["events", "--since", since, "--filter", "type=container", "--filter", f"label={label}={value}"]
-        async with process.client([*self.endpoint.argv, *words, "--format", "{{json .}}"], self._env) as client:
-            yield _read_events(process.ClientChannel(client))
+        argv = [*self.endpoint.argv, *words, "--format", "{{json .}}"]
+        async with process.client(argv, self._env, stderr=False) as client:
+            assert client.stdout is not None  # noqa: S101 - it is a pipe
+            yield _read_events(client.stdout)
 
     # Images are made ready before any pool starts (`executor.image`); no call ever comes here.
 
@@ -269,9 +272,9 @@ class CommandLineEngine:
 _PS_FORMAT = '{"i":{{json .ID}},"n":{{json .Names}},"s":{{json .Status}}}'
 
 
-async def _read_events(channel: Channel) -> AsyncIterator[EngineEvent]:
+async def _read_events(stdout: ByteReceiveStream) -> AsyncIterator[EngineEvent]:
     buffer = bytearray()
-    while data := await channel.receive_stdout():
+    while data := await process.receive(stdout):
         buffer += data
         *lines, rest = buffer.split(b"\n")
         buffer = bytearray(rest)

@@ -79,13 +79,19 @@ class ClientChannel:
 
 
 @asynccontextmanager
-async def client(argv: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[Process]:
-    """Start a process with three pipes; it is dead and reaped once the block is left."""
+async def client(argv: Sequence[str], env: Mapping[str, str], *, stderr: bool = True) -> AsyncIterator[Process]:
+    """Start a process with three pipes, or without that of stderr where nobody would read it; it is dead and reaped once
+    the block is left."""
     # Starting is short and must not be torn: a cancel between fork and hand-over would leak the child.
     with anyio.CancelScope(shield=True):
         try:
             process = await anyio.open_process(
-                list(argv), stdin=subprocess.PIPE, env=dict(env), start_new_session=True, cwd="/"
+                list(argv),
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE if stderr else subprocess.DEVNULL,
+                env=dict(env),
+                start_new_session=True,
+                cwd="/",
             )
         except FileNotFoundError as error:
             raise EngineUnavailable(

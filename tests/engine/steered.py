@@ -65,7 +65,7 @@ case "$how" in
     slow) sleep 0.3 ;;
     fail) echo "Error response from daemon: the test says no" >&2; exit 1 ;;
     garbage) printf '\\\\377]}}{{ "Id": no\\\\n\\\\0'; exit 0 ;;
-    flood) head -c 5000000 /dev/zero >&2 ;;
+    flood) head -c 5000000 /dev/zero | tr '\\0' x >&2 ;;
     hold) while [ -e "{rules}/$word" ]; do sleep 0.02; done ;;
     filter) exec "{python}" -I -S "{filter}" "{rules}/events.filter" "{docker}" "$@" ;;
 esac
