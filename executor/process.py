@@ -113,12 +113,12 @@ async def run(
 ) -> Finished:
     """Run a command to its end within ``timeout`` seconds; raises ``EngineUnavailable`` past it, ``EngineFailed`` on a flood.
 
-    Of stderr only the first 64 KiB are kept; a command may flood it and is drained all the same.
+    Of stderr only the first and the last 32 KiB are kept: a command may flood it, before or after it says what is wrong.
     """
     shown = " ".join(argv[:2])
     with anyio.move_on_after(timeout) as deadline:
         async with client(argv, env) as process:
-            out, err = Capped(max_output), Capped(65_536)
+            out, err = Capped(max_output), Ends(32_768)
             assert process.stdout is not None  # noqa: S101 - all three are pipes
             assert process.stderr is not None  # noqa: S101
             async with anyio.create_task_group() as tasks:
@@ -128,7 +128,7 @@ async def run(
             code = await process.wait()
             if out.total > max_output:
                 raise EngineFailed(f"`{shown}` printed {out.total} bytes, more than the {max_output} that are read")
-            return Finished(code, bytes(out.kept), bytes(err.kept))
+            return Finished(code, bytes(out.kept), err.kept)
     assert deadline.cancelled_caught  # noqa: S101 - the block above returns or raises otherwise
     raise EngineUnavailable(f"`{shown}` did not end within {timeout:g} s", retry_after=timeout)
 
@@ -149,6 +149,24 @@ class Capped:
             self.kept += data[:room]
 
 
+class Ends:
+    """The first and the last ``cap`` bytes of a stream; all of it where it is no longer than both."""
+
+    def __init__(self, cap: int) -> None:
+        self._cap = cap
+        self._first, self._last = bytearray(), bytearray()
+
+    def add(self, data: bytes) -> None:
+        room = self._cap - len(self._first)
+        self._first += data[:room]
+        self._last += data[room:]
+        del self._last[: -self._cap]
+
+    @property
+    def kept(self) -> bytes:
+        return bytes(self._first + self._last)
+
+
 async def receive(stream: ByteReceiveStream) -> bytes:
     """The next bytes of a stream, ``b""`` at its end, however it ended."""
     try:
@@ -157,7 +175,7 @@ async def receive(stream: ByteReceiveStream) -> bytes:
         return b""
 
 
-async def drain(stream: ByteReceiveStream, into: Capped) -> None:
+async def drain(stream: ByteReceiveStream, into: Capped | Ends) -> None:
     """Read a stream to its end, keeping what the cap allows."""
     while data := await receive(stream):
         into.add(data)

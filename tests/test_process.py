@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.process import Capped, ClientChannel, client, client_environment, run
+from executor.process import Capped, ClientChannel, Ends, client, client_environment, run
 from executor.result import EngineFailed, EngineUnavailable
 
 pytestmark = [
@@ -174,3 +174,14 @@ def test_capped_keeps_the_beginning_and_counts_everything() -> None:
     nothing = Capped(0)
     nothing.add(b"x")
     assert (bytes(nothing.kept), nothing.total) == (b"", 1)
+
+
+@pytest.mark.parametrize("sizes", [[], [3], [10, 10], [25], [1] * 25, [100, 1, 100]])
+def test_of_a_flood_both_ends_are_kept(sizes: list[int]) -> None:
+    whole = bytes(range(256)) * 2
+    ends, at = Ends(10), 0
+    for size in sizes:
+        ends.add(whole[at : at + size])
+        at += size
+    said = whole[:at]
+    assert ends.kept == (said if at <= 20 else said[:10] + said[-10:])
