@@ -38,8 +38,9 @@ class Scale:
 
     @property
     def sessions(self) -> int:
-        """As many as fit beside the standbys, so that somebody has to wait only while the pool is made smaller."""
-        return max(1, self.max_sandboxes - self.min_standby)
+        """One less than fit beside the standbys, for one is always being stopped: while the pool has its full size nobody
+        has to wait for lack of room, and when it is made smaller somebody has."""
+        return max(2, self.max_sandboxes - self.min_standby - 1)
 
 
 @dataclass(kw_only=True)

@@ -221,8 +221,9 @@ def kills(seed: str, every: float) -> Iterator[Blow]:
 
 
 def sizes(seed: str, every: float, min_standby: int, max_sandboxes: int) -> Iterator[Size]:
-    """Changes of the pool's size, never beyond what it begins with; one every ``every`` seconds in the mean."""
+    """Changes of the pool's size, down to three quarters of what it begins with and to half of the standbys, and never
+    beyond; one every ``every`` seconds in the mean."""
     dice = Random(f"{seed}/sizes")  # noqa: S311 - a schedule that can be had again
     while True:
-        most = dice.randint(max(1, max_sandboxes * 5 // 8), max_sandboxes)
-        yield Size(dice.expovariate(1 / every), dice.randint(0, min(min_standby, most)), most)
+        most = dice.randint(max(1, max_sandboxes * 3 // 4), max_sandboxes)
+        yield Size(dice.expovariate(1 / every), dice.randint(min_standby // 2, min(min_standby, most)), most)
