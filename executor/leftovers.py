@@ -62,9 +62,17 @@ async def unmount(paths: EnginePaths) -> None:
 
 
 def mounts_below(mountinfo: str, places: Sequence[Path]) -> list[Path]:
-    """The mount points at or below ``places``, in the order in which they were mounted. Pure."""
-    points = [Path(_OCTAL.sub(lambda m: chr(int(m[1], 8)), line.split()[4])) for line in mountinfo.splitlines()]
-    return [point for point in points if any(point.is_relative_to(place) for place in places)]
+    """The mount points at or below ``places``, in the order in which they were mounted. Pure.
+
+    A whole filesystem that is mounted right at one of them is not among them: that is a disk which the operator gave it. A
+    daemon mounts a place onto itself, which shows as a part of a filesystem.
+    """
+    found = []
+    for line in mountinfo.splitlines():
+        root, point = (Path(_OCTAL.sub(lambda m: chr(int(m[1], 8)), text)) for text in line.split()[3:5])
+        if any(point.is_relative_to(place) for place in places) and not (point in places and root == Path("/")):
+            found.append(point)
+    return found
 
 
 # The kernel writes blanks and backslashes of a path as \\040 and the like.

@@ -105,6 +105,10 @@ def test_mounts_below_are_found_in_order_and_no_others() -> None:
     lines += [r"4 2 0:9 / /e/data/a\040b/merged rw - overlay overlay rw"]
     found = mounts_below("\n".join(lines), (Path("/e/data"),))
     assert found == [Path("/e/data"), Path("/e/data/a b/merged")]
+    # A disk that the operator mounted there is his, and what the daemon left on it is not.
+    disk = lines[1].replace("/x /e/data", "/ /e/data")
+    found = mounts_below("\n".join([lines[0], disk, *lines[2:]]), (Path("/e/data"),))
+    assert found == [Path("/e/data/a b/merged")]
 
 
 @pytest.mark.skipif(not hasattr(os, "chroot") or os.geteuid() != 0, reason="only root may change its root directory")
