@@ -105,7 +105,11 @@ async def test_nothing_grows_with_the_number_of_calls(real_engine: Room, calls: 
         for number in range(40 if calls else 300):
             result = await box.call(Call(code=f"print({number})", stdin=b"x"))
             assert result.stdout == b"%d\n" % number
-        after = await held(box)
+        for _ in range(20):
+            after = await held(box)
+            if after["children"] <= before["children"] and after["inside"] == before["inside"]:
+                break
+            await anyio.sleep(0.1)  # the last exec's client may still be ending
     assert after["fds"] <= before["fds"] + 2
     assert after["threads"] <= before["threads"] + 1
     assert after["children"] <= before["children"]
