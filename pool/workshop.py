@@ -155,8 +155,23 @@ class Workshop:
         """Start and verify sandbox ``n``, or take it over. On any error the container may exist, and its entry stands:
         ``stop`` it."""
         link = self._require()
-        box = self.sandboxes[n] = await self._take_over(n, link) or await self._make(n, link)
+        try:
+            box = self.sandboxes[n] = await self._take_over(n, link) or await self._make(n, link)
+        except ImageMissing:
+            await self._renew_image(link)
+            raise
         return box
+
+    async def _renew_image(self, link: Connection) -> None:
+        """The image is gone from under a connection. What its name stands for by now is what is started next."""
+        reference = self._settings.sandbox.image
+        try:
+            image = await link.engine.image(reference)
+        except EmberpoolError:
+            return  # whoever brings it back is noticed by the next start that fails
+        if image.id != link.image.id and self.connection is link:
+            log.info("pool.image_changed", pool=self._state.pool_id, image=image.id, was=link.image.id)
+            self.connection = connection(self._settings, link.engine, link.info, image, self._state.pool_id)
 
     async def _make(self, n: int, link: Connection) -> Sandbox:
         name = self.name(n)
@@ -167,8 +182,8 @@ class Workshop:
 
         def created(container: str) -> None:
             self._containers[name] = container
+            self._untold.discard(name)  # first: it has been told also where the ledger cannot take it
             self._state.enter(Entry(name, "standby", container=container, user=user, created=time.time()))
-            self._untold.discard(name)
 
         self._untold.add(name)
         try:
@@ -290,7 +305,11 @@ class Workshop:
                 image=link.image,
                 python=self._python.get(link.image.id, True),
             )
-            return await cold_call(link.engine, self._hub, spec, call)
+            try:
+                return await cold_call(link.engine, self._hub, spec, call)
+            except ImageMissing:
+                await self._renew_image(link)
+                raise
 
     @asynccontextmanager
     async def _disposable(

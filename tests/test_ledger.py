@@ -410,11 +410,8 @@ async def test_a_disk_that_fills_up_during_a_start_refuses_and_leaks_nothing(
             await until(lambda: pool._state.sandboxes == {}, limit=5)
             assert engine.boxes == {}
             engine.before = lambda op: None
-        if step == "the ID":
-            # Nobody noted that the start was carried out, so its entry stays until that cannot come any more.
-            (entry,) = (state_dir / "ledger").iterdir()
-            assert json.loads(entry.read_text())["container"] == ""
-            engine.untold[entry.stem] = engine.started[-1]
+        # The pool was told of the start although the ledger was not, and its container is gone: nothing is left to wait for.
+        assert list((state_dir / "ledger").iterdir()) == []
 
 
 @pytest.mark.anyio

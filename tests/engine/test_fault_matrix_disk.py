@@ -11,7 +11,7 @@ import pytest
 
 from executor.result import EngineUnavailable, FileFailed, PoolUnusable
 from pool.session import Session
-from tests.engine.faulty import Daemon, Recovery, disk, full
+from tests.engine.faulty import Daemon, Recovery, disk, full, until
 from tests.engine.scene import Hit, pool_settings, staged
 from tests.pools import outcome
 
@@ -66,6 +66,24 @@ async def test_state_directory_whose_disk_is_full_refuses_starts_and_goes_on_wit
             assert busy.result.ok
             for hit, beside in ((starting, 2), (idle, 1), (busy, 0)):
                 await scene.recovered(hit, lost=False, lifted=lifted, beside=beside)
+
+
+async def test_state_directory_that_fills_up_while_a_container_starts_costs_that_container(
+    daemon: Daemon, state_dir: Path, recoveries: list[Recovery]
+) -> None:
+    with disk("256k") as place:
+        settings = pool_settings(place / "state")
+        async with staged("the state's disk fills up", daemon, recoveries, settings, place=state_dir.parent) as scene:
+            hit = Hit("starting", "starting", "")
+            scene.docker.rule("run", "hold")
+            scene.tasks.start_soon(scene._acquire, hit)
+            await until(lambda: "run" in scene.docker.met())
+            with full(place):
+                scene.docker.lift("run")
+                await scene.outcome(hit)
+            hit.refused(PoolUnusable)
+            lifted = anyio.current_time()
+            await scene.recovered(hit, lost=True, lifted=lifted)
 
 
 async def test_full_tmp_is_the_tools_own_affair(daemon: Daemon, state_dir: Path, recoveries: list[Recovery]) -> None:

@@ -72,7 +72,7 @@ async def test_image_whose_name_moves_or_goes_is_kept_to_while_the_engine_has_it
                 await scene.recovered(hit, lost=False)
 
 
-@pytest.mark.parametrize("comes_back", ["the same"])
+@pytest.mark.parametrize("comes_back", ["the same", "another"])
 async def test_image_that_is_removed_is_a_refusal_until_its_name_is_there_again(
     daemon: Daemon, state_dir: Path, recoveries: list[Recovery], comes_back: str
 ) -> None:
