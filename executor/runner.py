@@ -583,7 +583,7 @@ class Served:
             poll.register(1, select.POLLOUT)
         if len(self.runner.outbox) < BUFFERED:
             for fd, stream in self.sources.items():
-                if self.readable(stream):
+                if self.readable(stream) and self.rest.get(fd, 1) > 0:
                     poll.register(fd, select.POLLIN)
         if self.child.stdin is not None and (self.input or not self.input_open):
             poll.register(self.child.stdin, select.POLLOUT)
@@ -687,7 +687,7 @@ class Child:
         return self.gone is None
 
     def give(self, request):
-        self.untold = request
+        self.untold = memoryview(request)  # a large request is written piece by piece, and copied by none of them
         self.tell()
 
     def tell(self):

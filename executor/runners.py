@@ -198,6 +198,12 @@ class Runners:
             return  # whatever a retired one said at its end, the sweep has the proof
         if self.problem is None and not runner.problem and runner.last is RunnerState.CLEAN:
             return  # it has served its calls
+        if self.problem is None and runner.problem and runner.last is RunnerState.STARTING:
+            # An engine writes what it has to say of a container that has just ended where the runner would say hello.
+            with anyio.move_on_after(KILLED_PATIENCE):
+                await place.watch.died.wait()
+            if place.watch.died.is_set():
+                return
         if self.problem is None and not runner.problem:
             with anyio.move_on_after(EVENT_PATIENCE):
                 await expected.ended.wait()

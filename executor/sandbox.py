@@ -217,6 +217,8 @@ class Sandbox:
         with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_TIMEOUT):
             try:
                 await self._engine.kill(self.container)  # its name may be another's by now
+            except ContainerGone:
+                return
             except EmberpoolError as error:
                 log.warning("sandbox.kill_failed", sandbox=self.name, why=why, error=str(error))
 
@@ -264,16 +266,9 @@ async def start_sandbox(
     )
     container = await engine.start(args)
     created(container)
-    facts = await engine.inspect(spec.identity.name)
-    require(check_inspect(facts, spec.profile, spec.image, staging=spec.staging, labels=spec.identity.labels))
+    await _check_record(engine, spec, container)
     if python and tasks is not None:
-        box = Sandbox(engine, hub, spec, container, python=True, tasks=tasks)
-        try:
-            await box.ready()
-        except BaseException:
-            box.let_go()
-            raise
-        return box
+        return await _armed(engine, hub, spec, container, tasks)
     inside = await _ask_inside(engine, hub, spec, probe_argv())
     require(
         check_inside(bytes(inside.stdout.kept), spec.profile, user=spec.user, nonce=spec.nonce, seccomp=spec.seccomp)
@@ -282,6 +277,35 @@ async def start_sandbox(
         answer = await _ask_inside(engine, hub, spec, ("python3", "-I", "-B", "-c", "print(1)"))
         python = bytes(answer.stdout.kept) == b"1\n"
     return Sandbox(engine, hub, spec, container, python=python)
+
+
+async def take_over(engine: Engine, hub: EventHub, spec: SandboxSpec, container: str, tasks: TaskGroup) -> Sandbox:
+    """Verify a container that runs already as ``start_sandbox`` verifies a new one, and arm a runner in it.
+
+    ``container`` is the full ID that must have the name ``spec.identity.name``. A runner that its former owner left in
+    there, or anything else, makes it unfit. Raises ``ProfileMismatch``, ``SandboxDied`` or the engine's error.
+    """
+    hub.watch(spec.identity.name)  # before the engine is asked, so that an end after its answer is seen
+    await _check_record(engine, spec, container)
+    return await _armed(engine, hub, spec, container, tasks)
+
+
+async def _check_record(engine: Engine, spec: SandboxSpec, container: str) -> None:
+    """Compare what the engine says of a container with the profile. Raises ``ProfileMismatch``."""
+    facts = await engine.inspect(spec.identity.name)
+    if facts.get("Id") != container:
+        raise ProfileMismatch(f"the name {spec.identity.name} is another container's")
+    require(check_inspect(facts, spec.profile, spec.image, staging=spec.staging, labels=spec.identity.labels))
+
+
+async def _armed(engine: Engine, hub: EventHub, spec: SandboxSpec, container: str, tasks: TaskGroup) -> Sandbox:
+    box = Sandbox(engine, hub, spec, container, python=True, tasks=tasks)
+    try:
+        await box.ready()
+    except BaseException:
+        box.let_go()
+        raise
+    return box
 
 
 async def _ask_inside(engine: Engine, hub: EventHub, spec: SandboxSpec, argv: tuple[str, ...]) -> Attached:

@@ -179,8 +179,9 @@ def tool_code(tool: Tool, root: str) -> str:
         return tool.inline
     assert tool.directory is not None  # noqa: S101 - a file has one
     # `ascii` writes any string as a literal, a path's undecodable bytes too: none can end it and go on as code.
-    words = (root, tool.path, tool.directory.name or "tool", tool.function, _source("tool_seldom_inside.py"))
-    return f"{_source('tool_inside.py')}\n\nstart(__name__, {', '.join(ascii(word) for word in words)})\n"
+    words = (root, tool.path, tool.directory.name or "tool", tool.function)
+    literals = ", ".join(ascii(word) for word in words)
+    return f"{_source('tool_inside.py')}\n\nstart(__name__, {literals}, {_literal('tool_seldom_inside.py')})\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +247,11 @@ def _signal_name(number: int) -> str:
         return f" ({signal.Signals(number).name})"
     except ValueError:
         return ""
+
+
+@cache
+def _literal(name: str) -> str:
+    return ascii(_source(name))
 
 
 @cache

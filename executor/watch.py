@@ -98,7 +98,8 @@ class Watch:
             return "engine"
         if self.exit_code is None:
             return "killed" if self.paused else "unknown"
-        if self.ooms and self.exit_code == 137:
+        # What was killed by a hand did not die of an earlier want of memory that it survived.
+        if self.ooms and self.exit_code == 137 and not self.killed:
             return "oom"
         return "killed" if self.exit_code in (137, 143) else "unknown"
 

@@ -10,14 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from anyio.abc import TaskGroup
-
-from executor.engine import Engine, ImageInfo
+from executor.engine import ImageInfo
 from executor.profile import LABEL_CONFIG, LABEL_KIND, LABEL_POOL
 from executor.result import ProfileMismatch
-from executor.sandbox import Sandbox, SandboxSpec
-from executor.verify import check_inspect, require
-from executor.watch import EventHub
 from pool.cleanup import Leftover
 from pool.ledger import Entry
 from pool.users import UserPolicy
@@ -107,23 +102,3 @@ def _of_its_own(user: str, policy: UserPolicy) -> bool:
 def _runs(facts: Mapping[str, Any]) -> bool:
     status = facts.get("State")
     return isinstance(status, Mapping) and status.get("Running") is True and not status.get("Paused")
-
-
-async def take_over(engine: Engine, hub: EventHub, spec: SandboxSpec, container: str, tasks: TaskGroup) -> Sandbox:
-    """Verify a running container as ``start_sandbox`` verifies a new one, and arm a runner in it.
-
-    ``container`` is the full ID that must have the name ``spec.identity.name``. A runner that the earlier instance left
-    in there, or anything else, makes it unfit. Raises ``ProfileMismatch``, ``SandboxDied`` or the engine's error.
-    """
-    hub.watch(spec.identity.name)  # before the engine is asked, so that an end after its answer is seen
-    facts = await engine.inspect(spec.identity.name)
-    if facts.get("Id") != container:
-        raise ProfileMismatch(f"the name {spec.identity.name} is another container's")
-    require(check_inspect(facts, spec.profile, spec.image, staging=spec.staging, labels=spec.identity.labels))
-    box = Sandbox(engine, hub, spec, container, python=True, tasks=tasks)
-    try:
-        await box.ready()
-    except BaseException:
-        box.let_go()
-        raise
-    return box

@@ -147,7 +147,7 @@ class SandboxPool:
 
         Waits at most ``timeout`` seconds (default ``pool.acquire_timeout``), first come first served. Raises ``InvalidCall``,
         ``PoolExhausted``, ``QuotaExceeded``, ``EngineUnavailable``, ``ImageMissing``, ``ProfileMismatch``, ``SandboxDied``
-        (the session keeps dying) or ``PoolClosed``. Nothing ever runs anywhere weaker instead.
+        (the session keeps dying), ``SessionClosed`` (it was closed while this waited) or ``PoolClosed``. Nothing ever runs anywhere weaker instead.
         """
         key = (key_part("agent", agent), key_part("session", session))
         wait = self.settings.pool.acquire_timeout if timeout is None else positive_seconds(timeout)

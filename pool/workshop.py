@@ -34,10 +34,10 @@ from executor.result import (
     PoolUnusable,
     ProfileMismatch,
 )
-from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
+from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox, take_over
 from executor.staging import Fingerprints, StageLimits
 from executor.watch import EventHub
-from pool.adoption import labels_of, take_over
+from pool.adoption import labels_of
 from pool.cleanup import LATE_START as LATE_START
 from pool.cleanup import look
 from pool.config import Settings

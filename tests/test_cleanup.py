@@ -430,3 +430,17 @@ def test_the_state_directory_is_the_configurations_unless_it_is_named(engine: Sc
     app.command()(cli_cleanup.cleanup)
     assert CliRunner().invoke(app, ["--config", str(config)]).exit_code == 0
     assert engine.boxes == {}
+
+
+def test_other_pools_beside_it_that_left_something_are_named(engine: ScriptedEngine, state_dir: Path) -> None:
+    left(state_dir)
+    left(state_dir.with_name("other"), entry("a", container="c" * 64))
+    left(state_dir.with_name("empty"))
+    state_dir.with_name("no-pool").mkdir()
+    result = run(state_dir)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        f"not looked at: {state_dir.with_name('other')}, another pool's; if that one is dead: "
+        f"emberpool cleanup --state-dir {state_dir.with_name('other')}",
+        "nothing to remove",
+    ]

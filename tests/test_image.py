@@ -112,6 +112,14 @@ async def test_other_image_is_pulled_and_never_replaced_by_a_built_one(
     assert engine.asked == ["image", "pull"]
 
 
+async def test_a_registry_that_cannot_be_reached_is_not_told_as_a_lost_engine(tmp_path: Path) -> None:
+    refused = "echo 'Error response from daemon: Get https://r.example/v2/: connection refused' >&2; exit 1"
+    engine = Scripted(tmp_path / "e", refused)
+    with pytest.raises(ImageMissing, match=r"registry cannot be reached.*check the image's name") as caught:
+        await ensure_image(engine, "r.example/tools:7", quiet)
+    assert "engine cannot be reached" not in str(caught.value)
+
+
 async def test_without_registry_the_image_is_built_and_nothing_else_is_left(
     tmp_path: Path, builder: Callable[..., Path]
 ) -> None:

@@ -386,3 +386,21 @@ async def test_the_snapshot_counts_what_there_is(engine: ScriptedEngine, state_d
         assert shown["sandboxes"] == {"starting": 0, "standby": 1, "bound": 1, "stopping": 0}
         assert (shown["sessions"], shown["waiting"], shown["running"], shown["cold"]) == (1, 0, 0, 0)
         assert (shown["engine"], shown["fault"]) == ("up", None)
+
+
+async def test_a_container_is_removed_by_what_it_is_and_not_by_its_name(
+    engine: ScriptedEngine, state_dir: Path
+) -> None:
+    async with running(engine, settings_of(state_dir)) as pool:
+        session = await pool.acquire("agent", "session")
+        ours = engine.the_box()
+        name = ours.name
+        # Somebody who may use the engine renames it, and makes another container of that name.
+        ours.words.flags["--name"] = ["renamed"]
+        engine.boxes = {"renamed": ours}
+        stranger = engine.foreign(name)
+        await session.close()
+        await until(lambda: not ours.running)
+        assert engine.boxes == {name: stranger}
+        assert stranger.running
+        engine.boxes.clear()

@@ -236,6 +236,20 @@ async def test_a_violation_in_place_of_the_hello_is_no_sandbox(place: Site, data
     _died(await outcome(place.start), "protocol", started=False)
 
 
+async def test_what_an_engine_says_of_a_container_that_has_just_ended_is_no_violation(place: Site) -> None:
+    box = await place.start()
+
+    async def ends(runner: ScriptedRunner) -> bool:
+        runner.channel.stdout.write(b"cannot exec in a stopped state: unknown\\r\\n")
+        place.engine.die(place.engine.the_box(), 137)
+        return True
+
+    place.engine.misdeeds["hello"] = [ends]
+    assert isinstance(await _call(box, "echo x"), CallResult)  # the runner that was armed
+    await _gone(place)
+    _died(await _call(box, "echo x"), "killed", started=False)
+
+
 async def test_a_frame_that_is_cut_off_by_the_runners_end_is_no_result(place: Site) -> None:
     box = await place.start()
     place.engine.misdeeds["call"] = [says(encode(frames.DONE, 1, report())[:-1], instead=False), dies]

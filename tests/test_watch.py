@@ -81,6 +81,8 @@ async def test_dismissed_exec_is_told_nothing_more() -> None:
         ([("die", 137)], "killed"),
         ([("die", 143)], "killed"),
         ([("oom", None), ("oom", None), ("die", 137)], "oom"),
+        ([("oom", None), ("kill", None), ("die", 137)], "killed"),
+        ([("kill", None), ("oom", None), ("die", 137)], "killed"),
         ([("oom", None), ("die", 0)], "unknown"),
         ([("die", 0)], "unknown"),
         ([("destroy", None)], "unknown"),
