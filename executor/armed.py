@@ -21,7 +21,7 @@ import anyio.lowlevel
 from executor import frames
 from executor.engine import Channel, Engine
 from executor.frames import Decoder, Frame, ProtocolError, Report
-from executor.process import Capped
+from executor.process import Capped, one_line
 from executor.profile import CALL_ENV
 from executor.result import EmberpoolError
 from executor.stream import WINDOW as CREDIT
@@ -228,7 +228,7 @@ class ArmedRunner:
             self.problem = "what the call left could not be proven dead"
             self._become(RunnerState.ENDED)
         elif kind == frames.POISONED and state in (RunnerState.ARMED, RunnerState.BUSY):
-            self.problem = frame.payload.decode("utf-8", "replace")
+            self.problem = one_line(frame.payload)
             if call is not None:
                 call.refused = self.problem
                 call.finish()

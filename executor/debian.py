@@ -98,8 +98,7 @@ async def _apt(*words: str, timeout: float) -> str | None:
     log.debug("engine.apt", words=words, code=done.code)
     if done.code == 0:
         return None
-    text = (done.stderr or done.stdout).decode("utf-8", "replace").strip()
-    return " ".join(text.split())[-300:] or f"exit status {done.code} and no message"
+    return process.one_line(done.stderr or done.stdout)[-300:] or f"exit status {done.code} and no message"
 
 
 @contextmanager

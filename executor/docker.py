@@ -54,7 +54,7 @@ _SIGNS: tuple[tuple[type[EmberpoolError], tuple[str, ...]], ...] = (
 def _pull_failed(stderr: bytes, code: int, doing: str) -> EmberpoolError:
     """The error of a pull. A daemon that says so itself was reached: what could not be is the registry."""
     error = classify(stderr, code, doing)
-    said = " ".join(stderr.decode("utf-8", "replace").split())[:300]
+    said = process.one_line(stderr)[:300]
     if isinstance(error, EngineUnavailable) and b"Error response from daemon" in stderr:
         return EngineFailed(f"{doing}: its registry cannot be reached ({said}); check the image's name and the network")
     return error
@@ -62,7 +62,7 @@ def _pull_failed(stderr: bytes, code: int, doing: str) -> EmberpoolError:
 
 def classify(stderr: bytes, code: int, doing: str) -> EmberpoolError:
     """Turn what an engine client printed on failure into one typed error. Total: every input gets one."""
-    text = " ".join(stderr.decode("utf-8", "replace").split())
+    text = process.one_line(stderr)
     short = text[:300] + ("..." if len(text) > 300 else "") or f"exit status {code} and no message"
     lowered = text.lower()
     for kind, signs in _SIGNS:
@@ -248,7 +248,7 @@ class CommandLineEngine:
                     while data:
                         *lines, rest = (rest + data).split(b"\n")
                         for line in lines:
-                            seen(line.decode("utf-8", "replace"))
+                            seen(process.one_line(line))
                         data = await channel.receive_stdout()
                 if not patience.cancelled_caught:
                     code = await client.wait()

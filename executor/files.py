@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from executor.process import one_line
 from executor.result import CallResult, FileFailed, InvalidCall
 
 MAX_PATH = 4_095
@@ -84,7 +85,7 @@ def answer(result: CallResult, doing: str) -> bytes:
     if result.oom_killed:
         raise FileFailed(f"{doing}: the sandbox ran out of memory", code="ENOMEM")
     how = f"exit status {result.exit_code}" if result.signal is None else f"signal {result.signal}"
-    last = result.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2][:200]
+    last = one_line(result.stderr.rstrip().rpartition(b"\n")[2])[:200]
     raise FileFailed(f"{doing}: the program that does it ended with {how}{f': {last}' if last else ''}")
 
 

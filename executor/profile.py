@@ -171,6 +171,8 @@ class ContainerProfile:
             args += ["--ulimit", f"cpu={limits.cpu_seconds}:{limits.cpu_seconds + 1}"]
         if limits.memory_mb is not None:
             args += ["--memory-swap", f"{limits.memory_mb}m"]
+        # What a crash of tool code leaves behind would fill the session's /tmp, and count as its memory.
+        args += ["--ulimit", "core=0"]
         # Tool code can write to PID 1's stdout; a logging driver would put that on the host's disk.
         args += ["--log-driver", "none", "--pull", "never", "--no-healthcheck"]
         if self.runtime:

@@ -51,7 +51,7 @@ async def build_rootfs(target: Path, report: Report) -> None:
     env = {**system_environment(), "TMPDIR": str(target.parent), "DEBIAN_FRONTEND": "noninteractive"}
     done = await process.run(contained, env, timeout=_BUILD_TIMEOUT)
     if done.code != 0:
-        text = " ".join(done.stderr.decode("utf-8", "replace").split())[-400:]
+        text = process.one_line(done.stderr)[-400:]
         raise EngineFailed(f"mmdebstrap could not build the image (exit status {done.code}): {text}")
 
 

@@ -13,6 +13,7 @@ from executor.armed import ArmedRunner, RunnerConfig, RunnerState, Running
 from executor.call import LOADER, Call, new_token
 from executor.engine import Engine
 from executor.frames import Report
+from executor.process import one_line
 from executor.profile import CALL_ENV, exec_args
 from executor.result import CallResult, DeathCause, EmberpoolError, EngineUnavailable, SandboxDied
 from executor.stream import Sink
@@ -220,7 +221,7 @@ class Runners:
                 log.info(
                     "runner.not_armed",
                     sandbox=place.watch.name,
-                    said=bytes(runner.stderr.kept[:200]).decode("utf-8", "replace"),
+                    said=one_line(bytes(runner.stderr.kept[:200])),
                 )
                 await anyio.sleep(RETRY)
                 return

@@ -112,6 +112,7 @@ def _inspect_points(
     for name, value in (("nofile", limits.open_files), ("fsize", limits.file_size_mb and limits.file_size_mb << 20)):
         if value is not None:
             yield point(f"ulimit {name}", (value, value), ulimits.get(name))
+    yield point("ulimit core", (0, 0), ulimits.get("core"))
     if limits.cpu_seconds is not None and profile.cpu_limit:
         yield point("ulimit cpu", (limits.cpu_seconds, limits.cpu_seconds + 1), ulimits.get("cpu"))
     for key in ("PidMode", "UTSMode"):

@@ -90,6 +90,17 @@ def memory_check(settings: Settings, info: EngineInfo) -> Check:
     return Check("memory", "ok", text)
 
 
+def crash_check(handler: str) -> Check:
+    """``handler``: the program that the host's kernel starts for a process that crashes, in a container too; ``""`` for none."""
+    if not handler:
+        return Check("crashes", "ok", "what crashes in a sandbox starts no program on the host")
+    text = (
+        f"what crashes in a sandbox starts {line(handler)} on the host, as root and outside of every container's limits"
+    )
+    remedy = "set kernel.core_pattern to a plain file name, or keep that program up to date and what it stores small"
+    return Check("crashes", "warn", text, remedy)
+
+
 def disk_check(what: str, path: Path, free: int) -> Check:
     """``free`` bytes on the filesystem of ``path``."""
     status: Status = "fail" if free < _TOO_LOW else "warn" if free < _LOW else "ok"

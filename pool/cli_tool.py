@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from executor.process import one_line
 from executor.tool import ToolResult
 from pool import interrupts
 from pool.cli_call import one_shot, result_object, swept
@@ -90,7 +91,7 @@ def list_tools(manifest: _Manifest, config: _Config = None, as_json: _Json = Fal
     if as_json:
         typer.echo(json.dumps([{**_facts(entry), "python_tools": place} for entry, place in rows]))
         return
-    cells = [(entry.agent, entry.name, place, _printable(entry.description)) for entry, place in rows]
+    cells = [(entry.agent, entry.name, place, one_line(entry.description)) for entry, place in rows]
     _print_aligned([("agent", "tool", "runs in", "description"), *cells])
 
 
@@ -103,11 +104,6 @@ def _print_aligned(rows: Sequence[tuple[str, ...]]) -> None:
             typer.style(f"{cell:<{width}}", fg=_COLOURS.get(cell)) for cell, width in zip(cells, widths, strict=True)
         ]
         typer.echo("  ".join([*padded, last]).rstrip())
-
-
-def _printable(text: str) -> str:
-    """``text`` on one line, without what a terminal would obey."""
-    return "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
 
 
 def _facts(entry: ToolEntry) -> dict[str, str]:

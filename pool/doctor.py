@@ -80,6 +80,7 @@ class _Examination:
             *await _guarded("profile", self._boundary, "look at the engine's log", patience=_PROBE_PATIENCE),
             *await _guarded("memory", self._memory),
             *await _guarded("disk", self._disk),
+            *await _guarded("crashes", self._crashes),
         ]
 
     async def _find_engine(self) -> tuple[Engine, EngineInfo]:
@@ -162,11 +163,24 @@ class _Examination:
             return [Check("memory", "warn", _NO_ENGINE)]
         return [checks.memory_check(self._settings, self._info)]
 
+    async def _crashes(self) -> list[Check]:
+        if await self._data_root() is None:
+            why = _NO_ENGINE if self._info is None else "not checked: the engine is not on this host"
+            return [Check("crashes", "warn", why)]
+        handler = await _in_thread(surroundings.crash_handler)
+        if handler is None:
+            return [Check("crashes", "warn", "not checked: this system does not say what it does with a crash")]
+        return [checks.crash_check(handler)]
+
+    async def _data_root(self) -> Path | None:
+        """Where the engine keeps its data, if that is on this host."""
+        root = Path(self._info.data_root) if self._info and self._info.data_root else None
+        return root if root is not None and await _in_thread(root.is_dir) else None
+
     async def _disk(self) -> list[Check]:
         found: list[Check] = []
         places = {"state directory": self._settings.pool.state_dir}
-        root = Path(self._info.data_root) if self._info and self._info.data_root else None
-        if root is not None and await _in_thread(root.is_dir):
+        if (root := await self._data_root()) is not None:
             places = {"engine": root, **places}
         else:
             why = _NO_ENGINE if self._info is None else "not checked: the engine's data is not on this host"

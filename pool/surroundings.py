@@ -21,6 +21,7 @@ CHANGELOGS = tuple(
 )
 """Where Debian and Ubuntu say what their package of runc fixed; containerd.io and others have none there."""
 
+CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
 SUBORDINATE_UIDS = Path("/etc/subuid")
 _MAX_CHANGELOG = 4_000_000
 
@@ -57,6 +58,16 @@ def users_of(uids: UidRange, subordinate: Path = SUBORDINATE_UIDS) -> list[str]:
             if first < wanted.stop and last >= wanted.start:
                 found.append(f"{name} (subordinate uids from {first})")
     return found
+
+
+def crash_handler(pattern: Path = CORE_PATTERN) -> str | None:
+    """The program that the kernel starts on this host when a process crashes, ``""`` for none; ``None`` where the system
+    does not say."""
+    try:
+        text = pattern.read_text("utf-8", "replace").strip()
+    except OSError:
+        return None
+    return text.removeprefix("|").strip().partition(" ")[0] if text.startswith("|") else ""
 
 
 def existing(path: Path) -> Path:

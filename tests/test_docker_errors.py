@@ -58,7 +58,15 @@ def test_every_message_becomes_one_short_error(stderr: bytes, code: int) -> None
     error = classify(stderr, code, "asking")
     assert isinstance(error, EmberpoolError)
     assert len(str(error)) < 500
-    assert "\n" not in str(error)
+    assert str(error).isprintable()
+
+
+def test_no_word_of_an_engine_steers_the_terminal_that_shows_it() -> None:
+    said = b"cannot find it \x1b]0;owned\x07\x1b[2J\x9b31m\r\nis\xe2\x80\xae \x00not there"
+    message = str(classify(said, 1, "looking"))
+    assert message.isprintable()
+    assert "cannot find it" in message
+    assert "not there" in message
 
 
 def test_silent_failure_names_its_exit_status() -> None:

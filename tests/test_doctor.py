@@ -24,12 +24,12 @@ from executor.result import EngineFailed, EngineUnavailable, ImageMissing
 from executor.sandbox import Sandbox, SandboxSpec, start_sandbox
 from executor.watch import EventHub
 from pool import cli_doctor, doctor, probe
-from pool.checks import disk_check, memory_check
+from pool.checks import crash_check, disk_check, memory_check
 from pool.config import Settings
 from pool.config_types import UidRange
 from pool.doctor import Check, examine
 from pool.ledger import StateDirectory
-from pool.surroundings import users_of
+from pool.surroundings import crash_handler, users_of
 from pool.workshop import Connection, connection
 
 _INFO = EngineInfo(
@@ -233,6 +233,28 @@ async def test_a_state_directory_that_does_not_exist_is_not_made(tmp_path: Path)
     settings = _settings(tmp_path)
     assert _named(await examine(settings, find=_nothing), "state directory").status == "ok"
     assert not settings.pool.state_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "handler", "status"),
+    [
+        ("core", "", "ok"),
+        ("/var/crash/core.%p", "", "ok"),
+        ("", "", "ok"),
+        ("|/usr/share/apport/apport -p%p -s%s", "/usr/share/apport/apport", "warn"),
+        ("| /bin/false", "/bin/false", "warn"),
+    ],
+)
+def test_a_program_that_the_host_starts_for_crashes_is_named(
+    tmp_path: Path, pattern: str, handler: str, status: str
+) -> None:
+    file = tmp_path / "core_pattern"
+    assert crash_handler(file) is None
+    file.write_text(f"{pattern}\n")
+    assert crash_handler(file) == handler
+    check = crash_check(handler)
+    assert check.status == status
+    assert handler in check.detail
 
 
 def test_users_and_subordinate_uids_inside_the_range_are_found(tmp_path: Path) -> None:

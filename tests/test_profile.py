@@ -43,7 +43,7 @@ LIMITS = [
     "--memory-swap",
     "512m",
 ]
-TIGHTER = ["--log-driver", "none", "--pull", "never", "--no-healthcheck"]
+TIGHTER = ["--ulimit", "core=0", "--log-driver", "none", "--pull", "never", "--no-healthcheck"]
 ENV = ["--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1"]
 UNLIMITED = Limits(cpu_seconds=None, memory_mb=None, open_files=None, file_size_mb=None)
 
@@ -217,7 +217,8 @@ def expected_run(
         ("rm", None), ("interactive", None), ("network", profile.network), ("read-only", None), ("cap-drop", "ALL"),
         ("security-opt", "no-new-privileges"), ("pids-limit", "128"), ("tmpfs", "/tmp:rw,noexec,nosuid,size=64m"),
         ("workdir", profile.workdir), ("memory", "512m"), ("cpus", "1"), ("ulimit", "nofile=256"),
-        ("ulimit", "fsize=67108864"), ("ulimit", "cpu=30:31"), ("memory-swap", "512m"), ("log-driver", "none"),
+        ("ulimit", "fsize=67108864"), ("ulimit", "cpu=30:31"), ("ulimit", "core=0"), ("memory-swap", "512m"),
+        ("log-driver", "none"),
         ("pull", "never"), ("no-healthcheck", None), ("entrypoint", ""), ("init", None), ("name", identity.name), *more,
     ]  # fmt: skip
     flags += [("volume", spec) for spec in profile.mounts]

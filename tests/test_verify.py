@@ -79,7 +79,7 @@ def bind(source: str, target: str, *, rw: bool) -> dict[str, Any]:
 
 
 HOST = "HostConfig"
-NOFILE = [row["Name"] for row in RECORD[HOST]["Ulimits"]].index("nofile")
+CORE, NOFILE = ([row["Name"] for row in RECORD[HOST]["Ulimits"]].index(name) for name in ("core", "nofile"))
 WEAKER: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "another image": ("image", put("Image", value="sha256:other")),
     "bridge": ("network", put(HOST, "NetworkMode", value="bridge")),
@@ -103,6 +103,7 @@ WEAKER: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "swap": ("memory and swap", put(HOST, "MemorySwap", value=-1)),
     "cpus": ("cpus", put(HOST, "NanoCpus", value=0)),
     "open files": ("ulimit nofile", put(HOST, "Ulimits", NOFILE, "Hard", value=4096)),
+    "core files": ("ulimit core", put(HOST, "Ulimits", CORE, "Hard", value=-1)),
     "pid namespace": ("PidMode", put(HOST, "PidMode", value="host")),
     "uts namespace": ("UTSMode", put(HOST, "UTSMode", value="host")),
     "ipc of the host": ("IpcMode", put(HOST, "IpcMode", value="host")),

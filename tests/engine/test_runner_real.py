@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -82,6 +83,15 @@ async def test_cancelled_call_takes_its_tree_with_it_and_the_sandbox_lives(real_
         after = await box.call(Call(code="import os\nprint(sum(n.isdigit() for n in os.listdir('/proc')))"))
         assert after.stdout == b"5\n"  # PID 1, its child, the runner, the call, and what keeps its memory
         assert box.poisoned == ""
+
+
+async def test_crash_leaves_no_core_file(real_engine: Room) -> None:
+    crash = Call(code="import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+    left = Call(code="import os, resource\nprint(os.listdir('/tmp'), resource.getrlimit(resource.RLIMIT_CORE))")
+    async with real_engine.armed() as box:
+        assert (await box.call(crash)).signal == signal.SIGSEGV
+        assert (await box.call(left)).stdout == b"[] (0, 0)\n"
+    assert (await real_engine.cold(left)).stdout == b"[] (0, 0)\n"
 
 
 async def test_result_measures_time_and_memory_of_the_call(real_engine: Room) -> None:
