@@ -111,7 +111,8 @@ async def _gone(engine: Engine, watch: Watch, *, patient: bool) -> None:
             return
         with anyio.move_on_after(REMOVE_TIMEOUT):
             try:
-                await engine.remove(watch.name)
+                # By its ID: whoever may use the engine can have renamed it, and made another one of that name.
+                await engine.remove(watch.container or watch.name)
                 watch.destroyed.set()
             except EmberpoolError as error:
                 log.warning("cold.remove_failed", sandbox=watch.name, error=str(error))

@@ -6,7 +6,7 @@ has a ``Watch`` from before its start, and outcomes are read from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 
@@ -29,10 +29,14 @@ class ExecWatch:
 
 
 class Watch:
-    """One container. ``ooms`` counts out-of-memory events (they come in storms; only "any since" means something)."""
+    """One container. ``container`` is its full ID, ``""`` until its creation was seen; ``on_created`` is told it.
+
+    ``ooms`` counts out-of-memory events (they come in storms; only "any since" means something).
+    """
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.container = name, ""
+        self.on_created: Callable[[str], None] = lambda container: None
         self.created = self.started = self.killed = False
         self.exit_code: int | None = None
         self.ooms = 0
@@ -53,7 +57,8 @@ class Watch:
     def take(self, event: EngineEvent) -> None:
         """Note one event of this container; unknown actions say nothing."""
         if event.action == "create":
-            self.created = True
+            self.created, self.container = True, event.container
+            self.on_created(event.container)
         elif event.action == "start":
             self.started = True
         elif event.action == "oom":

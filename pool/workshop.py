@@ -320,6 +320,14 @@ class Workshop:
         name = f"emberpool-{self._state.pool_id}-{self.instance}-{kind[0]}{self._colds}"
         user = self._enter(name, kind, self._require().image, policy)
         watch = self._hub.watch(name)
+
+        def created(container: str) -> None:
+            try:
+                self._state.enter(Entry(name, kind, container=container, user=user, created=time.time()))
+            except PoolUnusable as error:  # the entry without the ID stands, and its name and label find the container
+                log.warning("pool.id_not_noted", sandbox=name, pool=self._state.pool_id, error=str(error))
+
+        watch.on_created = created
         try:
             yield name, user
         finally:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from executor.profile import LABEL_POOL
@@ -429,6 +430,33 @@ async def test_an_entry_that_cannot_be_dropped_now_is_dropped_later(
             assert len(list((state_dir / "ledger").iterdir())) == 1
         await until(lambda: not list((state_dir / "ledger").iterdir()), limit=5)
         await until(lambda: pool._state.sandboxes == {}, limit=5)
+
+
+@pytest.mark.anyio
+async def test_a_cold_calls_entry_tells_which_container_is_its_own(engine: ScriptedEngine, state_dir: Path) -> None:
+    async with running(engine, settings_of(state_dir)) as pool, anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: pool.call_cold(code="gate go; echo x"))
+        await until(lambda: any(entry.container for entry in pool._directory.entries()), limit=5)
+        (entry,) = pool._directory.entries()
+        box = engine.the_box()
+        assert (entry.name, entry.state, entry.container) == (box.name, "cold", box.id)
+        assert entry.user == box.words.one("--user")
+        engine.gates.add("go")
+
+
+@pytest.mark.anyio
+async def test_a_cold_call_runs_although_its_containers_id_cannot_be_noted(
+    engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(engine, settings_of(state_dir)) as pool:
+        await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
+        with monkeypatch.context() as patched:
+            engine.before = lambda op: (
+                patched.setattr(ledger, "write_private", _disk_is_full) if op == "attach" else None
+            )
+            assert (await pool.call_cold(code="echo x")).ok
+            engine.before = lambda op: None
+        assert list((state_dir / "ledger").iterdir()) == []
 
 
 @pytest.mark.anyio

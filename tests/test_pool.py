@@ -404,3 +404,24 @@ async def test_a_container_is_removed_by_what_it_is_and_not_by_its_name(
         assert engine.boxes == {name: stranger}
         assert stranger.running
         engine.boxes.clear()
+
+
+async def test_a_cold_calls_container_is_removed_by_what_it_is_too(engine: ScriptedEngine, state_dir: Path) -> None:
+    answers: list[object] = []
+    async with running(engine, settings_of(state_dir)) as pool, anyio.create_task_group() as tasks:
+
+        async def call() -> None:
+            answers.append(await outcome(lambda: pool.call_cold(code="hang", timeout=0.3)))
+
+        tasks.start_soon(call)
+        await until(lambda: engine.boxes)
+        ours = engine.the_box()
+        name = ours.name
+        # As above, in the middle of the call.
+        ours.words.flags["--name"] = ["renamed"]
+        engine.boxes = {"renamed": ours}
+        stranger = engine.foreign(name)
+        await until(lambda: answers)
+        assert not ours.running
+        assert stranger.running
+        engine.boxes.clear()
