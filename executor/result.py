@@ -117,7 +117,7 @@ class QuotaExceeded(EmberpoolError):
 
 
 class SessionBusy(EmberpoolError):
-    """The session's earlier calls took this call's whole deadline; it never started."""
+    """The session's earlier calls, or what follows each of them, took this call's whole deadline; it never started."""
 
     reason = "session_busy"
     retryable = True

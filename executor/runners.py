@@ -15,7 +15,7 @@ from executor.engine import Engine
 from executor.frames import Report
 from executor.process import one_line
 from executor.profile import CALL_ENV, exec_args
-from executor.result import CallResult, DeathCause, EmberpoolError, EngineUnavailable, SandboxDied
+from executor.result import CallResult, DeathCause, EmberpoolError, EngineUnavailable, SandboxDied, SessionBusy
 from executor.stream import Sink
 from executor.watch import EventHub, ExecWatch, Watch
 
@@ -259,10 +259,10 @@ class Runners:
     async def call(self, call: Call, sink: Sink | None = None) -> CallResult:
         """Carry one call out on the armed runner, its output into ``sink`` where there is one.
 
-        Raises ``SandboxDied`` or ``EngineUnavailable``; a timeout is a result.
+        Raises ``SandboxDied``, or ``SessionBusy`` or ``EngineUnavailable`` where it never began; a timeout is a result.
         """
         place, began = self._place, anyio.current_time()
-        runner = await self.armed(call.timeout)
+        runner = await self._armed_for(call)
         left = max(0.001, call.timeout - (anyio.current_time() - began))
         ooms = place.watch.ooms
         running = runner.begin(call.max_output, sink)
@@ -291,6 +291,18 @@ class Runners:
             stderr_total=running.stderr.total,
             duration=duration,
         )
+
+    async def _armed_for(self, call: Call) -> ArmedRunner:
+        try:
+            return await self.armed(call.timeout)
+        except EngineUnavailable:
+            if not self._place.hub.connected:
+                raise
+            # The engine is there: what took the time is what follows the session's last call.
+            raise SessionBusy(
+                f"the sandbox was not ready again within the {call.timeout:g} s of the call; give it a longer timeout",
+                retry_after=1.0,
+            ) from None
 
     async def _abandon(self, runner: ArmedRunner, running: Running) -> None:
         """The caller was cancelled: the call's whole tree ends before its caller goes on, or the sandbox does."""

@@ -130,7 +130,8 @@ class Survey:
 def survey(place: Path) -> Iterator[Survey]:
     """Lock the state directory ``place`` and every one-shot directory beside it that no pool lives in, for the block.
 
-    Makes none; what cannot be locked, or is no state directory of ours, is in ``skipped``.
+    Makes no directory (one-shot's that was left half-made gets what it lacks, to be removed like the others); what cannot be
+    locked, or is no state directory of ours, is in ``skipped``.
     """
     found = Survey()
     with ExitStack() as locks:

@@ -23,6 +23,7 @@ from executor.result import (
     EngineUnavailable,
     ProfileMismatch,
     SandboxDied,
+    SessionBusy,
 )
 from executor.runners import ANSWER_PATIENCE, ARM_TIMEOUT
 from executor.sandbox import Sandbox
@@ -376,9 +377,19 @@ async def test_a_call_that_finds_no_runner_in_its_time_never_started(place: Site
     place.engine.misdeeds["clean"] = [takes(10)]
     await _call(box, "echo x")
     answer = await _call(box, "echo x", timeout=5)
-    assert isinstance(answer, EngineUnavailable)
+    assert isinstance(answer, SessionBusy)
     assert not answer.started
     assert isinstance(await _call(box, "echo x", timeout=10), CallResult)
+
+
+@VIRTUAL
+async def test_a_call_that_finds_no_runner_since_the_engine_is_gone_is_told_of_the_engine(place: Site) -> None:
+    box = await place.start()
+    place.engine.down()
+    await anyio.sleep(1)
+    answer = await _call(box, "echo x", timeout=5)
+    assert isinstance(answer, EngineUnavailable)
+    assert not answer.started
 
 
 # --- weaker than asked ------------------------------------------------------------------------------------------------
