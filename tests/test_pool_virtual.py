@@ -365,6 +365,34 @@ async def test_no_lost_event_makes_a_call_hang_or_leak(engine: ScriptedEngine, s
         assert len(engine.boxes) <= 1
 
 
+async def test_what_was_told_while_the_events_were_cut_is_still_heard(engine: ScriptedEngine, state_dir: Path) -> None:
+    answers: list[object] = []
+    async with running(engine, settings_of(state_dir)) as pool, anyio.create_task_group() as tasks:
+
+        async def call() -> None:
+            answers.append(await outcome(lambda: pool.call_cold(code="gate go; exit 4")))
+
+        tasks.start_soon(call)
+        await until(lambda: engine.boxes)
+        engine.cut_events()
+        engine.gates.add("go")
+        await until(lambda: not engine.boxes)
+        assert not pool._hub.connected
+        await until(lambda: answers)
+        assert getattr(answers[0], "exit_code", answers[0]) == 4
+
+
+async def test_a_paused_sandbox_is_dead_to_its_session(engine: ScriptedEngine, state_dir: Path) -> None:
+    async with running(engine, settings_of(state_dir)) as pool:
+        session = await pool.acquire("agent", "session")
+        first, box = session.generation, engine.the_box()
+        engine._tell("pause", box)
+        await anyio.sleep(0.1)
+        result = await session.call(code="echo on")
+        assert (result.stdout, result.generation != first) == (b"on\n", True)
+        assert box.id not in [other.id for other in engine.boxes.values()]
+
+
 @pytest.mark.parametrize("how", ["repeated", "late"])
 async def test_repeated_and_late_events_change_nothing(engine: ScriptedEngine, state_dir: Path, how: str) -> None:
     engine.repeat, engine.event_delay = how == "repeated", 0.5 if how == "late" else 0.0

@@ -129,3 +129,21 @@ async def test_unknown_actions_say_nothing() -> None:
     for action in ("", "attach", "top", "health_status: healthy", "exec_start"):
         watch.take(event(action, detail="env", exec_id="e"))
     assert (watch.created, watch.started, watch.died.is_set(), watch.ooms) == (False, False, False, 0)
+
+
+async def test_pause_is_a_death_by_a_hand() -> None:
+    watch = Watch("box")
+    watch.take(event("pause"))
+    assert watch.died.is_set()
+    assert not watch.destroyed.is_set()
+    assert watch.cause == "killed"
+
+
+async def test_creation_tells_the_containers_id() -> None:
+    watch = Watch("box")
+    told: list[str] = []
+    watch.on_created = told.append
+    assert watch.container == ""
+    watch.take(event("create"))
+    assert watch.container == "c" * 64
+    assert told == ["c" * 64]
