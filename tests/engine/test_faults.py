@@ -136,7 +136,12 @@ async def test_command_that_is_told_twice_to_end_removes_its_container(
     config = state_dir.with_name("config.toml")
     config.write_text(f'[sandbox]\nimage = "{IMAGE}"\n[pool]\nstate_dir = "{state_dir}"\novercommit = true\n')
     argv = [sys.executable, "-m", "pool.cli", "call", "--config", str(config), "--", *BUSY]
-    command = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)  # noqa: ASYNC220
+    command = subprocess.Popen(  # noqa: ASYNC220
+        argv,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # also where the tests run under nohup
+    )
     await until(lambda: any(_busy(daemon, name) for name in daemon.containers()))
     command.send_signal(number)
     command.send_signal(number)  # whoever is impatient tears nothing
