@@ -21,6 +21,7 @@ import anyio.lowlevel
 from executor import frames
 from executor.engine import Channel, Engine
 from executor.frames import Decoder, Frame, ProtocolError, Report
+from executor.news import News
 from executor.process import Capped, one_line
 from executor.profile import CALL_ENV
 from executor.result import EmberpoolError
@@ -86,8 +87,8 @@ def _program() -> bytes:
 class Running:
     """A call under way at the host's end. Of its stdin, ``sent`` bytes were sent and the runner has passed on ``taken``.
 
-    ``moved`` tells of more of that, of output that a stream's consumer has taken, and of the end. ``sink`` is where a
-    streamed call's output goes. ``clean``: what it left is proven dead.
+    ``moved`` tells of more of that, of output that a stream's consumer has taken, and of the end (``over``). ``sink`` is
+    where a streamed call's output goes. ``clean``: what it left is proven dead.
     """
 
     seq: int
@@ -97,17 +98,19 @@ class Running:
     report: Report | None = None
     refused: str = ""
     clean: bool = False
+    over: bool = False
     sent: int = 0
     taken: int = 0
-    moved: anyio.Event = field(default_factory=anyio.Event)
-    done: anyio.Event = field(default_factory=anyio.Event)
-
-    def wake(self) -> None:
-        self.moved.set()
+    moved: News = field(default_factory=News)
 
     def finish(self) -> None:
-        self.done.set()
-        self.moved.set()
+        self.over = True
+        self.moved.tell()
+
+    async def end(self) -> None:
+        """Wait until it is over."""
+        while not self.over:
+            await self.moved.wait()
 
     def credit(self) -> list[bytes]:
         """Frames for what the consumer has taken, once it is worth telling."""
@@ -176,9 +179,13 @@ class ArmedRunner:
 
     async def _write(self, data: bytes) -> bool:
         """``_send``, for as long as it takes."""
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancel that was due before tears nothing
+        return await self._put(data)
+
+    async def _put(self, data: bytes) -> bool:
+        """``_write``, where no cancel is due."""
         if self._channel is None or self._torn:
             return False
-        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancel that was due before tears nothing
         # Cancelled half-way, a write may have sent a part of its frame, and the next would be read as the rest of it.
         self._torn = True
         try:
@@ -209,7 +216,7 @@ class ArmedRunner:
             call.taken += int.from_bytes(frame.payload, "big")
             if call.taken > call.sent:
                 raise ProtocolError("more input was taken than was sent")
-            call.moved.set()
+            call.moved.tell()
         elif kind == frames.DONE and state is RunnerState.BUSY and call is not None:
             report = frames.parse_report(frame.payload)
             for into, total in ((call.stdout, report.stdout_total), (call.stderr, report.stderr_total)):
@@ -250,9 +257,11 @@ class ArmedRunner:
             self._running = Running(self._seq, Capped(max_output), Capped(max_output))
         else:
             self._running = Running(self._seq, sink.stdout, sink.stderr, sink)
-            sink.on_taken = self._running.wake
+            sink.on_taken = self._running.moved.tell
         self.sweeps = None
-        self._become(RunnerState.BUSY)
+        self.last, self.state = self.state, RunnerState.BUSY
+        if self._config.shared:
+            self._changed()  # others may begin beside it; where it is alone nobody waits for this
         return self._running
 
     async def ask(
@@ -266,7 +275,8 @@ class ArmedRunner:
         header = frames.call_header(timeout=timeout, grace=grace, max_output=max_output, credit=credit)
         parts = [frames.encode(frames.CALL, call.seq, header + request)]
         told = False
-        while not call.done.is_set():
+        put = self._put  # whoever asks has just looked whether a cancel is due
+        while not call.over:
             upto = min(len(stdin), call.taken + WINDOW)
             parts += _input(call.seq, stdin, call.sent, upto)
             call.sent = upto
@@ -276,13 +286,12 @@ class ArmedRunner:
             parts += call.credit()
             if parts:
                 # Without a timeout of its own: the call has one, and what it would be told is the same.
-                if not await self._write(b"".join(parts)):
+                if not await put(b"".join(parts)):
                     return
-                parts = []
+                parts, put = [], self._write
             elif told and call.sink is None:
                 return
             else:
-                call.moved = anyio.Event()
                 await call.moved.wait()
 
     async def cancel(self, call: Running) -> bool:

@@ -87,7 +87,8 @@ class Call:
             raise InvalidCall(f"timeout must be above 0 seconds; it is {self.timeout!r:.40}")
         if not isinstance(self.max_output, int) or not _is_number(self.max_output) or self.max_output < 0:
             raise InvalidCall(f"max_output must be 0 or more whole bytes; it is {self.max_output!r:.40}")
-        _check_env(self.env)
+        if self.env or type(self.env) is not dict:
+            _check_env(self.env)
         if not self.cwd.startswith("/") or "\0" in self.cwd or _text_size("cwd", self.cwd) > MAX_PATH:
             raise InvalidCall(f"cwd must be an absolute path of at most {MAX_PATH} bytes; it is {self.cwd!r:.60}")
 
@@ -226,6 +227,8 @@ def _interpreter(env: Mapping[str, str]) -> list[str]:
 
     ``PYTHON*`` is meant for an interpreter that listens to it. The others are read by the C library when a process starts.
     """
+    if not env:
+        return []
     if any(key.startswith("PYTHON") for key in env):
         return ["python3", "-B"]
     if any(key in _AT_START or key.startswith(("LC_", "LD_", "MALLOC_")) for key in env):

@@ -13,6 +13,7 @@ from executor.armed import ArmedRunner, RunnerConfig, RunnerState, Running
 from executor.call import LOADER, Call, new_token
 from executor.engine import Engine
 from executor.frames import Report
+from executor.news import News
 from executor.process import one_line
 from executor.profile import CALL_ENV, exec_args
 from executor.result import CallResult, DeathCause, EmberpoolError, EngineUnavailable, SandboxDied, SessionBusy
@@ -68,11 +69,7 @@ class Runners:
         self._place = place
         self._lanes: list[ArmedRunner | None] = [None] * place.parallel
         self._killed, self._fruitless = "", 0
-        self._changed = anyio.Event()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+        self._changed = News()
 
     def close(self) -> None:
         """Let go: no further exec is armed, and the current one's client is killed."""
@@ -80,7 +77,7 @@ class Runners:
         for runner in self._lanes:
             if runner is not None:
                 runner.scope.cancel()
-        self._notify()
+        self._changed.tell()
 
     # --- keeping one armed --------------------------------------------------------------------------------------------
 
@@ -99,7 +96,7 @@ class Runners:
             expected = place.watch.expect(argv)
             # An interpreter takes its encodings from the locale that it starts in: the calls' own.
             args = exec_args(place.watch.name, argv, user=place.user, lang=CALL_ENV["LANG"])
-            runner = self._lanes[lane] = ArmedRunner(place.engine, args, place.config, self._notify)
+            runner = self._lanes[lane] = ArmedRunner(place.engine, args, place.config, self._changed.tell)
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch_over, runner)
@@ -109,7 +106,7 @@ class Runners:
                 await self._judge(runner, expected)
             finally:
                 place.watch.dismiss(expected)
-        self._notify()
+        self._changed.tell()
 
     async def _watch_over(self, runner: ArmedRunner) -> None:
         """What a runner does by itself it does in time, and its hello is the profile's: on every exec."""
@@ -123,7 +120,7 @@ class Runners:
                     return
                 runner.vouched = True
                 self._fruitless = 0
-                self._notify()
+                self._changed.tell()
             if state is RunnerState.CLEANING and self._place.config.shared:
                 await self._clean_up(runner)
             waits = state in (RunnerState.ARMED, RunnerState.BUSY)
@@ -243,8 +240,7 @@ class Runners:
 
         Raises the sandbox's problem, or ``EngineUnavailable`` after ``timeout``.
         """
-        # A cancel that is due already finds the runner unclaimed; later it has to end a call.
-        await anyio.lowlevel.checkpoint_if_cancelled()
+        await anyio.lowlevel.checkpoint_if_cancelled()  # as below
         if (runner := self._ready()) is not None:
             return runner
         with anyio.move_on_after(timeout):
@@ -261,9 +257,13 @@ class Runners:
 
         Raises ``SandboxDied``, or ``SessionBusy`` or ``EngineUnavailable`` where it never began; a timeout is a result.
         """
-        place, began = self._place, anyio.current_time()
-        runner = await self._armed_for(call)
-        left = max(0.001, call.timeout - (anyio.current_time() - began))
+        place = self._place
+        # A cancel that is due already finds the runner unclaimed; later it has to end a call.
+        await anyio.lowlevel.checkpoint_if_cancelled()
+        began, left = anyio.current_time(), call.timeout
+        if (runner := self._ready()) is None:
+            runner = await self._armed_for(call)
+            left = max(0.001, left - (anyio.current_time() - began))
         ooms = place.watch.ooms
         running = runner.begin(call.max_output, sink)
         try:
@@ -271,7 +271,7 @@ class Runners:
                 await runner.ask(
                     running, call.request(), call.stdin, timeout=left, grace=place.grace, max_output=call.max_output
                 )
-                await running.done.wait()
+                await running.end()
         except anyio.get_cancelled_exc_class():
             await self._abandon(runner, running)
             raise
@@ -279,7 +279,7 @@ class Runners:
         if running.report is not None:
             oom = place.watch.ooms > ooms if running.report.oom is None else running.report.oom
             return result_of(running, running.report, duration, oom=oom, cpu_seconds=place.config.cpu_seconds)
-        if running.done.is_set():
+        if running.over:
             raise await self._lost(runner, running, ooms)
         await self._kill("timeout")
         return CallResult(
@@ -309,7 +309,7 @@ class Runners:
         with anyio.CancelScope(shield=True):
             with anyio.move_on_after(self._place.grace + ANSWER_PATIENCE):
                 if await runner.cancel(running):
-                    await running.done.wait()
+                    await running.end()
                     while runner.state is RunnerState.CLEANING and not running.clean:
                         await self._changed.wait()
             if not running.clean:

@@ -36,8 +36,7 @@ def plan(books: Books, now: float) -> None:
     claims = len(books.claims(now))
     _reclaim(books, claims, now)
     _forget(books, now)
-    _trim(books, claims, now)
-    _start(books, claims, now)
+    _level(books, claims, now)
     _stop_again(books, now)
 
 
@@ -90,7 +89,7 @@ def _expire(books: Books, now: float) -> None:
 
 def _retire(books: Books, now: float) -> None:
     """Stop what has had its time: aged standbys, idle sessions, used-up sandboxes; everything when closing."""
-    policy, closing, waiting = books.policy, books.closing, books.waiting()
+    policy, closing = books.policy, books.closing
     past_drain = books.close_deadline is not None and now >= books.close_deadline
     if past_drain:
         books.end_calls(books.cold, _DRAINED)
@@ -106,12 +105,12 @@ def _retire(books: Books, now: float) -> None:
             session = books.sessions[box.session]
             if closing:
                 books.stop(box, Trigger.CLOSING, now)
-            elif now >= session.last_used + policy.idle_timeout and session.key not in waiting:
+            elif now >= session.last_used + policy.idle_timeout and session.key not in books.waiting():
                 books.stop(box, Trigger.IDLE, now)
             elif books.due(box, now):
                 books.stop(box, Trigger.RECYCLED, now)
     for session in books.sessions.values():
-        if session.restarting and now >= session.last_used + policy.idle_timeout and session.key not in waiting:
+        if session.restarting and now >= session.last_used + policy.idle_timeout and session.key not in books.waiting():
             session.restarting = False  # it would have been reaped by now
 
 
@@ -245,23 +244,18 @@ def _forget(books: Books, now: float) -> None:
                 books.forget(session, "unused")
 
 
-def _trim(books: Books, claims: int, now: float) -> None:
-    """Standbys beyond what is wanted go."""
-    standbys = books.in_phase(Phase.STANDBY)
-    surplus = len(standbys) - books.policy.min_standby - claims
-    for box in standbys[: max(0, surplus)]:
+def _level(books: Books, claims: int, now: float) -> None:
+    """Standbys beyond what is wanted go. For what is missing ask for as many starts as places, pace and the engine's state
+    allow."""
+    policy, health, standbys = books.policy, books.health, books.in_phase(Phase.STANDBY)
+    missing = policy.min_standby + claims - len(standbys)
+    for box in standbys[: max(0, -missing)]:
         books.stop(box, Trigger.SURPLUS, now)
-
-
-def _start(books: Books, claims: int, now: float) -> None:
-    """Ask for as many starts as claims and standbys want and places, pace and the engine's state allow."""
-    policy, health = books.policy, books.health
     free = policy.max_sandboxes - len(books.sandboxes)
-    if free <= 0 or books.closing or not health.reachable:
+    if missing <= 0 or free <= 0 or books.closing or not health.reachable:
         return
-    starting, standing = len(books.in_phase(Phase.STARTING)), len(books.in_phase(Phase.STANDBY))
-    wanted = claims + policy.min_standby - standing - starting
-    for _ in range(min(wanted, health.starts.pace(policy.max_starting, starting, now), free)):
+    starting = len(books.in_phase(Phase.STARTING))
+    for _ in range(min(missing - starting, health.starts.pace(policy.max_starting, starting, now), free)):
         books.begin(now)
 
 

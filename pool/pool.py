@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
@@ -21,6 +22,7 @@ from executor.call import Call
 from executor.cgroups import remove_parent
 from executor.engine import Engine, EngineInfo, NameTaken
 from executor.locate import find_engine
+from executor.news import News
 from executor.result import (
     CallResult,
     EmberpoolError,
@@ -61,10 +63,17 @@ STOP_PATIENCE = 30.0
 class _Place:
     """Where one caller waits. ``answer`` is the effect that ended its wait; ``ended`` a refusal that ends its call."""
 
-    answered: anyio.Event = field(default_factory=anyio.Event)
+    news: News = field(default_factory=News)
     answer: Effect | None = None
     scope: anyio.CancelScope | None = None
     ended: Refusal | None = None
+
+    async def answered(self) -> None:
+        """Wait for the answer; at least a turn of the event loop."""
+        if self.answer is not None:
+            await anyio.lowlevel.checkpoint()
+        while self.answer is None:
+            await self.news.wait()
 
 
 class SandboxPool:
@@ -155,7 +164,7 @@ class SandboxPool:
         waiter, place = self._wait()
         try:
             self.feed(ev.AcquireWanted(waiter, key, anyio.current_time() + wait))
-            await place.answered.wait()
+            await place.answered()
         except BaseException:
             if isinstance(place.answer, ev.Grant):
                 self.feed(ev.GrantDeclined(key, place.answer.epoch))
@@ -259,12 +268,12 @@ class SandboxPool:
         deadline, entry = began + call.timeout, AuditEntry(call, began)
         try:
             self.feed(ev.ColdWanted(waiter, deadline))
-            await place.answered.wait()
+            await place.answered()
             if isinstance(place.answer, ev.Refuse):
                 raise error_of(place.answer.refusal)
-            entry.start(anyio.current_time())
+            entry.start(now := anyio.current_time())
             return entry.told(
-                await self._run(place, lambda left: self._shop.cold(call.within(left), setting), deadline)
+                await self._run(place, lambda left: self._shop.cold(call.within(left), setting), deadline - now)
             )
         except EmberpoolError as error:
             entry.failed(error)
@@ -290,12 +299,13 @@ class SandboxPool:
         n = self._parse_generation(generation) if generation is not None else None
         self._require_open()
         waiter, place = self._wait()
-        began = anyio.current_time()
+        began = now = anyio.current_time()
         deadline, poisoned, entry = began + call.timeout, "", AuditEntry(call, began)
         try:
-            self.feed(ev.CallWanted(waiter, key, epoch, deadline, n))
-            if place.answer is None:  # to wait for what is there already costs a turn of the event loop
-                await place.answered.wait()
+            self.feed(ev.CallWanted(waiter, key, epoch, deadline, n), now)
+            if place.answer is None:  # whoever has its turn at once looks for a cancel when it begins
+                await place.answered()
+                now = anyio.current_time()
             if isinstance(place.answer, ev.Refuse):
                 raise error_of(place.answer.refusal)
             assert isinstance(place.answer, ev.RunCall)  # noqa: S101 - a call is run or refused, nothing else
@@ -313,9 +323,9 @@ class SandboxPool:
                     entry.call = prepared
                     return await box.call(prepared.within(max(0.001, deadline - anyio.current_time())), sink)
 
-            entry.start(anyio.current_time())
+            entry.start(now)
             try:
-                result = await self._run(place, run, deadline)
+                result = await self._run(place, run, deadline - now)
             finally:
                 poisoned = box.poisoned
             return entry.told(result.ran_in(f"{self._shop.instance}-{n}"))
@@ -323,15 +333,19 @@ class SandboxPool:
             entry.failed(error)
             raise
         finally:
+            now = anyio.current_time()
             self._log.info(
                 "call.ended",
                 session=self._directory.session_id(*key),
                 generation=f"{self._shop.instance}-{n}" if n is not None else None,
-                **entry.fields(anyio.current_time(), self._shop.image_id),
+                **entry.fields(now, self._shop.image_id),
             )
             ran = isinstance(place.answer, ev.RunCall)
             self._leave(waiter)
-            self.feed(ev.CallEnded(waiter, poisoned, self.jitter()) if ran else ev.WaiterGone(waiter))
+            self.feed(
+                ev.CallEnded(waiter, poisoned, self.jitter() if poisoned else 0.0) if ran else ev.WaiterGone(waiter),
+                now,
+            )
 
     async def ready(self, key: SessionKey, epoch: int) -> None:
         """Wait until the session's sandbox has an armed runner, as ``Session.ready`` tells it."""
@@ -363,15 +377,16 @@ class SandboxPool:
 
     # --- the shell ----------------------------------------------------------------------------------------------------
 
-    def feed(self, event: Event) -> None:
-        """Take an event in and carry out what follows. An event that arises meanwhile is taken next, in order."""
+    def feed(self, event: Event, now: float | None = None) -> None:
+        """Take an event in and carry out what follows. An event that arises meanwhile is taken next, in order. ``now`` is the
+        time, for those who have just looked."""
         self._queue.append(event)
         if self._feeding:
             return
         self._feeding = True
         try:
             while self._queue:
-                self._stepped = anyio.current_time()
+                self._stepped, now = anyio.current_time() if now is None else now, None
                 for effect in self._state.step(self._queue.popleft(), self._stepped):
                     self._carry_out(effect)
         finally:
@@ -399,7 +414,7 @@ class SandboxPool:
             case ev.Grant(waiter) | ev.RunCall(waiter) | ev.RunCold(waiter) | ev.Refuse(waiter):
                 place = self._places[waiter]
                 place.answer = effect
-                place.answered.set()
+                place.news.tell()
             case ev.EndCall(waiter, refusal):
                 place = self._places[waiter]
                 place.ended = place.ended or refusal
@@ -484,11 +499,11 @@ class SandboxPool:
             self._woken = float("-inf")
             self.feed(ev.Tick())
 
-    async def _run(self, place: _Place, run: Any, deadline: float) -> CallResult:
-        """Run a call under a scope of its own, so that the core can end it."""
+    async def _run(self, place: _Place, run: Any, left: float) -> CallResult:
+        """Run a call, for which ``left`` seconds are left, under a scope of its own, so that the core can end it."""
         with anyio.CancelScope() as place.scope:
             if place.ended is None:
-                result: CallResult = await run(max(0.001, deadline - anyio.current_time()))
+                result: CallResult = await run(max(0.001, left))
                 return result
         if place.ended is not None:
             raise error_of(place.ended)

@@ -58,7 +58,11 @@ class PoolState(Books):
             if self._queue_full(event.waiter):
                 return
         else:
-            queued = sum(1 for waiter in self.waiters.values() if waiter.kind != "cold" and waiter.key == event.key)
+            queued = (
+                0
+                if not self.waiters
+                else sum(1 for waiter in self.waiters.values() if waiter.kind != "cold" and waiter.key == event.key)
+            )
             if queued >= self.policy.max_waiters:
                 message = f"{queued} calls of this session wait already (pool.max_waiters)"
                 self.refuse(event.waiter, RefusalKind.SESSION_BUSY, message, 1.0)
