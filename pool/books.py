@@ -9,6 +9,7 @@ woken again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from pool import events as ev
@@ -120,7 +121,7 @@ class Health:
 
 
 class Books:
-    """The whole truth about one pool instance."""
+    """The whole truth about one pool instance. Before ``next_wake`` time alone changes nothing."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -131,6 +132,7 @@ class Books:
         self.ending: set[int] = set()
         self.health = Health()
         self.close_deadline: float | None = None
+        self.next_wake = math.inf
         self._counter = 0
         self._epochs = 0
         self._effects: list[Effect] = []
@@ -181,6 +183,11 @@ class Books:
         policy = self.policy
         return now >= box.since + policy.max_lifetime or bool(policy.max_calls and box.served >= policy.max_calls)
 
+    def has_turn(self, n: int, now: float) -> bool:
+        """Whether a call could begin in a session's sandbox now."""
+        box = self.sandboxes[n]
+        return box.recorded and len(box.running) < self.policy.parallel and not self.due(box, now)
+
     def worn_out(self, session: SessionState, now: float) -> bool:
         """Whether the session is past its restart intensity: it is refused until its deaths are old enough."""
         limit = self.policy.restart_limit
@@ -215,6 +222,13 @@ class Books:
         self.move(box, trigger, now)
         box.recorded = False
         self.emit(ev.StopSandbox(box.n, f"{trigger.value}:{cause}" if cause else trigger.value))
+
+    def give_turn(self, waiter: int, n: int) -> None:
+        """Let a call begin in a sandbox."""
+        box = self.sandboxes[n]
+        box.running.add(waiter)
+        box.served += 1
+        self.emit(ev.RunCall(waiter, n))
 
     def refuse(self, waiter: int, kind: RefusalKind, message: str, retry_after: float | None = None) -> None:
         self.waiters.pop(waiter, None)

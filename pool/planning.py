@@ -194,11 +194,9 @@ def _serve(books: Books, now: float) -> None:
             session.handles += 1
             session.last_used = now
             books.emit(ev.Grant(waiter.id, box.n, session.epoch))
-        elif len(box.running) < books.policy.parallel and not books.due(box, now):
+        elif books.has_turn(box.n, now):
             del books.waiters[waiter.id]
-            box.running.add(waiter.id)
-            box.served += 1
-            books.emit(ev.RunCall(waiter.id, box.n))
+            books.give_turn(waiter.id, box.n)
 
 
 def _admit_cold(books: Books) -> None:

@@ -392,8 +392,7 @@ class SandboxPool:
         finally:
             self._feeding = False
         self._settle()
-        wake = self._state.wake_at(self._stepped)
-        if wake is not None and wake < self._woken:
+        if self._state.next_wake < self._woken:
             self._earlier.set()
 
     def jitter(self) -> float:
@@ -491,9 +490,8 @@ class SandboxPool:
     async def _clock(self) -> None:
         """Tell the core when time alone changes something."""
         while True:
-            # Asked of the moment of the last step: between that and now, a moment could have passed unseen.
-            wake = self._state.wake_at(self._stepped)
-            self._earlier, self._woken = anyio.Event(), float("inf") if wake is None else wake
+            # As the last step had it: between that and now, a moment could have passed unseen.
+            self._earlier, self._woken = anyio.Event(), self._state.next_wake
             with anyio.move_on_at(self._woken):
                 await self._earlier.wait()
             self._woken = float("-inf")

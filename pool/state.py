@@ -3,10 +3,14 @@
 Pure: no awaits, no clock, no logging, no random numbers. A handler below enters into the books (``pool.books``) what an
 event says; then the plan (``pool.planning``) compares what is with what should be. ``now`` never goes backwards (the
 shell's monotonic clock).
+
+A handler that returns ``True`` vouches that the plan would find nothing to do; it is left out then, unless time alone has
+made something due. Only the two events of a call that nobody else is concerned by are worth that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +30,11 @@ class PoolState(Books):
     def step(self, event: Event, now: float) -> list[Effect]:
         """Take one event in at time ``now`` and return the effects, in the order in which to carry them out."""
         self._effects = []
-        _HANDLERS[type(event)](self, event, now)
-        plan(self, now)
+        settled = _HANDLERS[type(event)](self, event, now)
+        if not settled or now >= self.next_wake:
+            plan(self, now)
+            wake = wake_at(self, now)
+            self.next_wake = math.inf if wake is None else wake
         return self._effects
 
     def wake_at(self, now: float) -> float | None:
@@ -46,28 +53,28 @@ class PoolState(Books):
             return
         self.waiters[event.waiter] = Waiter(event.waiter, "acquire", event.deadline, now, event.key)
 
-    def _on_call(self, event: ev.CallWanted, now: float) -> None:
+    def _on_call(self, event: ev.CallWanted, now: float) -> bool:
         session = self._session(event.key, event.epoch)
         if session is None:
             self.refuse(event.waiter, RefusalKind.SESSION_CLOSED, "the session is closed; acquire it again")
-            return
+            return False
         if event.generation is not None and event.generation != session.sandbox:
             self.refuse(event.waiter, RefusalKind.STATE_LOST, lost(event.generation))
-            return
+            return False
         if session.sandbox is None:
             if self._queue_full(event.waiter):
-                return
+                return False
+        elif not self.waiters and not self.closing and now < event.deadline and self.has_turn(session.sandbox, now):
+            self.give_turn(event.waiter, session.sandbox)
+            return True
         else:
-            queued = (
-                0
-                if not self.waiters
-                else sum(1 for waiter in self.waiters.values() if waiter.kind != "cold" and waiter.key == event.key)
-            )
+            queued = sum(1 for waiter in self.waiters.values() if waiter.kind != "cold" and waiter.key == event.key)
             if queued >= self.policy.max_waiters:
                 message = f"{queued} calls of this session wait already (pool.max_waiters)"
                 self.refuse(event.waiter, RefusalKind.SESSION_BUSY, message, 1.0)
-                return
+                return False
         self.waiters[event.waiter] = Waiter(event.waiter, "call", event.deadline, now, event.key, event.generation)
+        return False
 
     def _on_cold(self, event: ev.ColdWanted, now: float) -> None:
         waiting = sum(1 for waiter in self.waiters.values() if waiter.kind == "cold")
@@ -84,10 +91,16 @@ class PoolState(Books):
         elif waiter.kind == "acquire":
             self.give_back(waiter.key, now)
 
-    def _on_call_ended(self, event: ev.CallEnded, now: float) -> None:
+    def _on_call_ended(self, event: ev.CallEnded, now: float) -> bool:
         box = self._call_over(event.waiter, now)
-        if box is not None and event.poisoned and box.phase is Phase.BOUND:
+        if box is None or box.phase is not Phase.BOUND:
+            return False
+        if event.poisoned:
             self._lose(box, event.poisoned, now, event.jitter)
+            return False
+        # From now on its session idles.
+        self.next_wake = min(self.next_wake, now + self.policy.idle_timeout)
+        return not (self.waiters or self.closing or self.due(box, now) or self.claims(now))
 
     def _on_grant_declined(self, event: ev.GrantDeclined, now: float) -> None:
         self._detach(event.key, event.epoch)
@@ -268,7 +281,7 @@ class PoolState(Books):
             self.health.starts.fail(fault, self.policy, now, jitter)
 
 
-_HANDLERS: dict[type, Callable[[PoolState, Any, float], None]] = {
+_HANDLERS: dict[type, Callable[[PoolState, Any, float], bool | None]] = {
     ev.Tick: PoolState._on_tick,
     ev.AcquireWanted: PoolState._on_acquire,
     ev.CallWanted: PoolState._on_call,

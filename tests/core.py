@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 from pool import events as ev
@@ -54,6 +55,7 @@ def check_invariants(state: PoolState, now: float) -> None:
         assert waiter.kind == "cold" or waiter.key in sessions
     wake = state.wake_at(now)
     assert wake is None or wake > now
+    assert state.next_wake <= (math.inf if wake is None else wake), "it would be woken too late"
     standing = [box for box in boxes.values() if box.phase is Phase.STANDBY]
     if state.closing:
         assert not waiters
