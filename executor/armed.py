@@ -30,6 +30,8 @@ from executor.stream import Sink
 
 WINDOW = 262_144
 """Bytes of a call's stdin that may be under way: less than what fits into the pipes before the runner."""
+AT_ONCE = 16_384
+"""Bytes of a call that certainly fit into one pipe."""
 SEND_TIMEOUT = 10.0
 """Seconds in which a write to an exec must be taken; the runner reads at all times, so a write that hangs has lost it."""
 
@@ -85,13 +87,16 @@ def _program() -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A call under way at the host's end. Of its stdin, ``sent`` bytes were sent and the runner has passed on ``taken``.
+    """A call under way at the host's end. ``head`` is the frame that begins it, until that is sent; of its stdin, ``sent``
+    bytes were sent (``told``: its end too) and the runner has passed on ``taken``.
 
     ``moved`` tells of more of that, of output that a stream's consumer has taken, and of the end (``over``). ``sink`` is
     where a streamed call's output goes. ``clean``: what it left is proven dead.
     """
 
     seq: int
+    head: bytes
+    stdin: bytes
     stdout: Capped
     stderr: Capped
     sink: Sink | None = None
@@ -99,6 +104,7 @@ class Running:
     refused: str = ""
     clean: bool = False
     over: bool = False
+    told: bool = False
     sent: int = 0
     taken: int = 0
     moved: News = field(default_factory=News)
@@ -112,11 +118,18 @@ class Running:
         while not self.over:
             await self.moved.wait()
 
-    def credit(self) -> list[bytes]:
-        """Frames for what the consumer has taken, once it is worth telling."""
-        if self.sink is None:
-            return []
-        return _credit(self.seq, self.sink.stdout.due(), self.sink.stderr.due())
+    def due(self) -> bytes:
+        """The frames that may be sent now, which then count as sent: the call, input that the runner has room for, and
+        credit for what a stream's consumer has taken, once it is worth telling."""
+        upto = min(len(self.stdin), self.taken + WINDOW)
+        parts = [self.head, *_input(self.seq, self.stdin, self.sent, upto)]
+        self.head, self.sent = b"", upto
+        if upto == len(self.stdin) and not self.told:
+            parts.append(frames.encode(frames.INPUT_END, self.seq))
+            self.told = True
+        if self.sink is not None:
+            parts += _credit(self.seq, self.sink.stdout.due(), self.sink.stderr.due())
+        return b"".join(parts)
 
 
 class ArmedRunner:
@@ -249,14 +262,19 @@ class ArmedRunner:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def begin(self, max_output: int, sink: Sink | None = None) -> Running:
+    def begin(
+        self, request: bytes, stdin: bytes, *, timeout: float, grace: float, max_output: int, sink: Sink | None = None
+    ) -> Running:
         """Claim this armed runner for one call; synchronous, so that no two calls can."""
         if self.state is not RunnerState.ARMED:
             raise RuntimeError(f"a runner that is {self.state.value} takes no call")
+        credit = None if sink is None else CREDIT
+        header = frames.call_header(timeout=timeout, grace=grace, max_output=max_output, credit=credit)
+        head = frames.encode(frames.CALL, self._seq, header + request)
         if sink is None:
-            self._running = Running(self._seq, Capped(max_output), Capped(max_output))
+            self._running = Running(self._seq, head, stdin, Capped(max_output), Capped(max_output))
         else:
-            self._running = Running(self._seq, sink.stdout, sink.stderr, sink)
+            self._running = Running(self._seq, head, stdin, sink.stdout, sink.stderr, sink)
             sink.on_taken = self._running.moved.tell
         self.sweeps = None
         self.last, self.state = self.state, RunnerState.BUSY
@@ -264,32 +282,23 @@ class ArmedRunner:
             self._changed()  # others may begin beside it; where it is alone nobody waits for this
         return self._running
 
-    async def ask(
-        self, call: Running, request: bytes, stdin: bytes, *, timeout: float, grace: float, max_output: int
-    ) -> None:
+    async def ask_at_once(self, call: Running) -> None:
+        """``ask`` for a small call, where no cancel is due: it goes out in one write. That needs no deadline, since it fits
+        into the pipes that an armed runner has emptied."""
+        if len(call.head) + len(call.stdin) <= AT_ONCE:
+            await self._put(call.due())
+
+    async def ask(self, call: Running) -> None:
         """Send a call and its stdin, no faster than the runner takes it, and a stream's credit as its consumer takes.
 
         Returns when all is sent (where output is streamed: when the call has ended), or nobody reads.
         """
-        credit = None if call.sink is None else CREDIT
-        header = frames.call_header(timeout=timeout, grace=grace, max_output=max_output, credit=credit)
-        parts = [frames.encode(frames.CALL, call.seq, header + request)]
-        told = False
-        put = self._put  # whoever asks has just looked whether a cancel is due
         while not call.over:
-            upto = min(len(stdin), call.taken + WINDOW)
-            parts += _input(call.seq, stdin, call.sent, upto)
-            call.sent = upto
-            if upto == len(stdin) and not told:
-                parts.append(frames.encode(frames.INPUT_END, call.seq))
-                told = True
-            parts += call.credit()
-            if parts:
+            if data := call.due():
                 # Without a timeout of its own: the call has one, and what it would be told is the same.
-                if not await put(b"".join(parts)):
+                if not await self._write(data):
                     return
-                parts, put = [], self._write
-            elif told and call.sink is None:
+            elif call.told and call.sink is None:
                 return
             else:
                 await call.moved.wait()

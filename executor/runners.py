@@ -265,12 +265,13 @@ class Runners:
             runner = await self._armed_for(call)
             left = max(0.001, left - (anyio.current_time() - began))
         ooms = place.watch.ooms
-        running = runner.begin(call.max_output, sink)
+        running = runner.begin(
+            call.request(), call.stdin, timeout=left, grace=place.grace, max_output=call.max_output, sink=sink
+        )
         try:
+            await runner.ask_at_once(running)
             with anyio.move_on_after(left + place.grace + ANSWER_PATIENCE):
-                await runner.ask(
-                    running, call.request(), call.stdin, timeout=left, grace=place.grace, max_output=call.max_output
-                )
+                await runner.ask(running)
                 await running.end()
         except anyio.get_cancelled_exc_class():
             await self._abandon(runner, running)
