@@ -30,8 +30,8 @@ from executor.stream import Sink
 
 WINDOW = 262_144
 """Bytes of a call's stdin that may be under way: less than what fits into the pipes before the runner."""
-AT_ONCE = 16_384
-"""Bytes of a call that certainly fit into one pipe."""
+AT_ONCE = 4_000
+"""Bytes of a call that, with what frames them, a pipe takes whole or not at all."""
 SEND_TIMEOUT = 10.0
 """Seconds in which a write to an exec must be taken; the runner reads at all times, so a write that hangs has lost it."""
 
@@ -192,13 +192,9 @@ class ArmedRunner:
 
     async def _write(self, data: bytes) -> bool:
         """``_send``, for as long as it takes."""
-        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancel that was due before tears nothing
-        return await self._put(data)
-
-    async def _put(self, data: bytes) -> bool:
-        """``_write``, where no cancel is due."""
         if self._channel is None or self._torn:
             return False
+        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancel that was due before tears nothing
         # Cancelled half-way, a write may have sent a part of its frame, and the next would be read as the rest of it.
         self._torn = True
         try:
@@ -282,11 +278,12 @@ class ArmedRunner:
             self._changed()  # others may begin beside it; where it is alone nobody waits for this
         return self._running
 
-    async def ask_at_once(self, call: Running) -> None:
-        """``ask`` for a small call, where no cancel is due: it goes out in one write. That needs no deadline, since it fits
-        into the pipes that an armed runner has emptied."""
-        if len(call.head) + len(call.stdin) <= AT_ONCE:
-            await self._put(call.due())
+    def ask_at_once(self, call: Running) -> None:
+        """Send all of a small call now, if that needs no waiting; what is not sent is ``ask``'s."""
+        if self._channel is not None and not self._torn and len(call.head) + len(call.stdin) <= AT_ONCE:
+            data = call.due()
+            if not self._channel.send_at_once(data):
+                call.head = data
 
     async def ask(self, call: Running) -> None:
         """Send a call and its stdin, no faster than the runner takes it, and a stream's credit as its consumer takes.

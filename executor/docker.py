@@ -18,6 +18,7 @@ import structlog
 from anyio.abc import ByteReceiveStream
 
 from executor import process
+from executor.channel import attached
 from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
 from executor.process import Finished
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ProfileMismatch
@@ -161,8 +162,8 @@ class CommandLineEngine:
 
     @asynccontextmanager
     async def _attach(self, args: Sequence[str]) -> AsyncIterator[Channel]:
-        async with process.client([*self.endpoint.argv, *args], self._env) as client:
-            yield process.ClientChannel(client)
+        async with attached([*self.endpoint.argv, *args], self._env) as channel:
+            yield channel
 
     async def inspect(self, name: str) -> dict[str, Any]:
         raw = await self._json("container", "inspect", "--", name, doing=f"inspecting {name}")
@@ -233,12 +234,10 @@ class CommandLineEngine:
         code: int | None = None
         patience = anyio.CancelScope()
         with anyio.move_on_after(timeout):
-            async with process.client([*self.endpoint.argv, "pull", "--", reference], self._env) as client:
-                channel = process.ClientChannel(client)
+            async with attached([*self.endpoint.argv, "pull", "--", reference], self._env) as channel:
                 await channel.close_stdin()
                 async with anyio.create_task_group() as tasks:
-                    assert client.stderr is not None  # noqa: S101 - all three are pipes
-                    tasks.start_soon(process.drain, client.stderr, errors)
+                    tasks.start_soon(_keep, channel, errors)
                     data, rest = b"", b""
                     patience.deadline = anyio.current_time() + answer
                     with patience:
@@ -251,7 +250,7 @@ class CommandLineEngine:
                             seen(process.one_line(line))
                         data = await channel.receive_stdout()
                 if not patience.cancelled_caught:
-                    code = await client.wait()
+                    code = await channel.wait()
         if patience.cancelled_caught:
             raise EngineUnavailable(f"{doing}: no answer in time ({answer:g} s) from the registry", retry_after=60.0)
         if code is None:
@@ -267,6 +266,11 @@ class CommandLineEngine:
     async def tag(self, source: str, reference: str) -> None:
         """Give the image ``source`` the name ``reference`` too. Raises ``ImageMissing``."""
         await self._ask("tag", "--", source, reference, doing=f"naming image {source[:200]}")
+
+
+async def _keep(channel: Channel, into: process.Capped) -> None:
+    while data := await channel.receive_stderr():
+        into.add(data)
 
 
 _PS_FORMAT = '{"i":{{json .ID}},"n":{{json .Names}},"s":{{json .Status}}}'

@@ -46,48 +46,24 @@ class Finished:
     stderr: bytes
 
 
-class ClientChannel:
-    """An attached client's streams, as ``executor.engine.Channel`` describes them."""
-
-    def __init__(self, process: Process) -> None:
-        assert process.stdin is not None  # noqa: S101 - all three are pipes, see `client`
-        assert process.stdout is not None  # noqa: S101
-        assert process.stderr is not None  # noqa: S101
-        self._process, self._stdin = process, process.stdin
-        self._stdout, self._stderr = process.stdout, process.stderr
-
-    async def send(self, data: bytes) -> None:
-        try:
-            await self._stdin.send(data)
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
-            raise BrokenPipeError("the engine client's stdin is closed") from error
-
-    async def close_stdin(self) -> None:
-        await self._stdin.aclose()
-
-    async def receive_stdout(self) -> bytes:
-        return await receive(self._stdout)
-
-    async def receive_stderr(self) -> bytes:
-        return await receive(self._stderr)
-
-    async def wait(self) -> int:
-        return await self._process.wait()
-
-    def kill(self) -> None:
-        _kill(self._process)
-
-
 @asynccontextmanager
-async def client(argv: Sequence[str], env: Mapping[str, str], *, stderr: bool = True) -> AsyncIterator[Process]:
-    """Start a process with three pipes, or without that of stderr where nobody would read it; it is dead and reaped once
-    the block is left."""
+async def client(
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    stdin: int = subprocess.PIPE,
+    stdout: int = subprocess.PIPE,
+    stderr: bool = True,
+) -> AsyncIterator[Process]:
+    """Start a process with three pipes, or with descriptors of the caller's, or without stderr where nobody would read it; it
+    is dead and reaped once the block is left."""
     # Starting is short and must not be torn: a cancel between fork and hand-over would leak the child.
     with anyio.CancelScope(shield=True):
         try:
             process = await anyio.open_process(
                 list(argv),
-                stdin=subprocess.PIPE,
+                stdin=stdin,
+                stdout=stdout,
                 stderr=subprocess.PIPE if stderr else subprocess.DEVNULL,
                 env=dict(env),
                 start_new_session=True,
@@ -103,7 +79,7 @@ async def client(argv: Sequence[str], env: Mapping[str, str], *, stderr: bool = 
         yield process
     finally:
         with anyio.CancelScope(shield=True):
-            _kill(process)
+            kill(process)
             await process.wait()
             await process.aclose()
 
@@ -198,7 +174,7 @@ async def feed(process: Process, data: bytes) -> None:
         return
 
 
-def _kill(process: Process) -> None:
+def kill(process: Process) -> None:
     """SIGKILL a client. Not by ``Process.kill`` where there is another way: that may reap the process behind the back of
     asyncio's own watcher, which then knows no exit status."""
     if process.returncode is not None:

@@ -269,7 +269,7 @@ class Runners:
             call.request(), call.stdin, timeout=left, grace=place.grace, max_output=call.max_output, sink=sink
         )
         try:
-            await runner.ask_at_once(running)
+            runner.ask_at_once(running)
             with anyio.move_on_after(left + place.grace + ANSWER_PATIENCE):
                 await runner.ask(running)
                 await running.end()

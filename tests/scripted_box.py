@@ -202,6 +202,12 @@ class ScriptedChannel:
         self._code: int | None = None
         self._ended = anyio.Event()
 
+    def send_at_once(self, data: bytes) -> bool:
+        if self.stuck or self.stdin.closed:
+            return False
+        self.stdin.write(data)
+        return True
+
     async def send(self, data: bytes) -> None:
         await checkpoint()
         if self.stuck:

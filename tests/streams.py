@@ -89,6 +89,9 @@ class Exec:
 
     # --- the host's side ----------------------------------------------------------------------------------------------
 
+    def send_at_once(self, data: bytes) -> bool:
+        return False
+
     async def send(self, data: bytes) -> None:
         await anyio.lowlevel.checkpoint()
         self._inbox += data

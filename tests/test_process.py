@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import anyio
 import pytest
 
-from executor.process import Capped, ClientChannel, Ends, client, client_environment, run
+from executor.channel import PipeChannel, StreamChannel, attached
+from executor.engine import Channel
+from executor.process import Capped, Ends, client, client_environment, run
 from executor.result import EngineFailed, EngineUnavailable
 
 pytestmark = [
@@ -38,7 +42,7 @@ async def written(file: Path) -> int:
     return int(await place.read_text())
 
 
-async def flood(channel: ClientChannel) -> None:
+async def flood(channel: Channel) -> None:
     """Write more than any pipe holds."""
     for _ in range(100):
         await channel.send(b"x" * 65_536)
@@ -123,7 +127,7 @@ async def test_leaving_the_block_by_an_error_ends_the_client() -> None:
 
 async def test_client_that_ignores_signals_is_ended_too() -> None:
     async with client(["sh", "-c", "trap '' TERM INT HUP; echo up; while :; do sleep 1; done"], ENV) as process:
-        assert await ClientChannel(process).receive_stdout() == b"up\n"
+        assert await StreamChannel(process).receive_stdout() == b"up\n"
     assert not alive(process.pid)
 
 
@@ -133,9 +137,20 @@ async def test_client_stands_in_a_session_of_its_own() -> None:
         assert os.getsid(process.pid) != os.getsid(0)
 
 
-async def test_channel_ends_its_streams_and_refuses_to_write_to_nobody() -> None:
-    async with client(["sh", "-c", "exec <&-; echo out; echo err >&2"], ENV) as process:
-        channel = ClientChannel(process)
+@asynccontextmanager
+async def streams(argv: list[str], env: dict[str, str]) -> AsyncIterator[Channel]:
+    """What ``attached`` gives where pipes cannot be waited for."""
+    async with client(argv, env) as process:
+        yield StreamChannel(process)
+
+
+CHANNELS = pytest.mark.parametrize("opened", [attached, streams])
+Opened = Callable[[list[str], dict[str, str]], AbstractAsyncContextManager[Channel]]
+
+
+@CHANNELS
+async def test_channel_ends_its_streams_and_refuses_to_write_to_nobody(opened: Opened) -> None:
+    async with opened(["sh", "-c", "exec <&-; echo out; echo err >&2"], ENV) as channel:
         assert await channel.receive_stdout() == b"out\n"
         assert await channel.receive_stderr() == b"err\n"
         assert await channel.receive_stdout() == b""
@@ -143,8 +158,64 @@ async def test_channel_ends_its_streams_and_refuses_to_write_to_nobody() -> None
         assert await channel.wait() == 0
         with pytest.raises((BrokenPipeError, ConnectionResetError)):
             await flood(channel)
+        assert not channel.send_at_once(b"x")
         channel.kill()
         await channel.close_stdin()
+        await channel.close_stdin()
+
+
+@CHANNELS
+async def test_channel_carries_what_no_pipe_holds_while_it_is_read(opened: Opened) -> None:
+    data, got = os.urandom(1_000_003), bytearray()
+    async with opened(["cat"], ENV) as channel, anyio.create_task_group() as tasks:
+
+        async def write() -> None:
+            await channel.send(data)
+            await channel.close_stdin()
+
+        tasks.start_soon(write)
+        while more := await channel.receive_stdout():
+            got += more
+    assert got == data
+
+
+@CHANNELS
+async def test_channel_that_nobody_reads_can_be_left_in_the_middle_of_a_write(opened: Opened) -> None:
+    before = os.listdir("/dev/fd")  # noqa: PTH208 - names, not paths
+    with anyio.fail_after(30):
+        async with opened(["sleep", "600"], ENV) as channel:
+            with anyio.move_on_after(0.2) as scope:
+                await channel.send(b"x" * 1_000_000)
+            assert scope.cancelled_caught
+            with anyio.move_on_after(0.2) as scope:
+                await channel.receive_stdout()
+            assert scope.cancelled_caught
+    assert os.listdir("/dev/fd") == before  # noqa: PTH208
+
+
+async def test_what_is_sent_at_once_is_sent_whole_or_not_at_all() -> None:
+    async with attached(["sh", "-c", "sleep 1; cat"], ENV) as channel:
+        assert isinstance(channel, PipeChannel)
+        assert not channel.send_at_once(b"-" * 100_000)
+        sent = 0
+        while channel.send_at_once(b"x" * 4_000):
+            sent += 4_000
+        assert sent >= 4_000
+        assert not channel.send_at_once(b"y" * 4_000)
+        await channel.close_stdin()
+        assert not channel.send_at_once(b"z")
+        got = b""
+        while more := await channel.receive_stdout():
+            got += more
+    assert got == b"x" * sent
+
+
+async def test_client_that_cannot_be_started_leaves_no_descriptor() -> None:
+    before = os.listdir("/dev/fd")  # noqa: PTH208 - names, not paths
+    with pytest.raises(EngineUnavailable):
+        async with attached(["/no/such/client"], ENV):
+            raise AssertionError("nothing was started")
+    assert os.listdir("/dev/fd") == before  # noqa: PTH208
 
 
 async def test_client_environment_holds_what_finds_an_engine_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

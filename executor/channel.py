@@ -1,0 +1,133 @@
+"""An attached engine client's streams, as ``executor.engine.Channel`` describes them.
+
+Where the system can wait for a pipe, stdin and stdout are plain pipes that are read and written without anything between:
+a short call's bytes pass here in both directions, and a stream of the event loop's own costs it turns of that loop.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+
+import anyio
+import anyio.lowlevel
+from anyio.abc import Process
+
+from executor import process
+from executor.engine import Channel
+from executor.process import READ_SIZE
+
+
+@asynccontextmanager
+async def attached(argv: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[Channel]:
+    """Start a client with a channel to it; it is dead and reaped once the block is left. Nothing may use the channel then."""
+    if sys.platform == "win32":  # its pipes cannot be waited for
+        async with process.client(argv, env) as client:
+            yield StreamChannel(client)
+        return
+    with ExitStack() as ends:
+
+        def pipe() -> list[int]:
+            fds = list(os.pipe())
+            for fd in fds:
+                ends.callback(_close, fds, fd)
+            return fds
+
+        asks, answers = pipe(), pipe()
+        async with process.client(argv, env, stdin=asks[0], stdout=answers[1]) as client:
+            _close(asks, asks[0])
+            _close(answers, answers[1])
+            os.set_blocking(asks[0], False)
+            os.set_blocking(answers[0], False)
+            channel = PipeChannel(client, asks, answers[0])
+            yield channel
+
+
+def _close(fds: list[int], fd: int) -> None:
+    """Close one of the descriptors that are open, once."""
+    if fd in fds:
+        fds.remove(fd)
+        os.close(fd)
+
+
+class StreamChannel:
+    """A channel over the streams of the event loop."""
+
+    def __init__(self, client: Process) -> None:
+        assert client.stderr is not None  # noqa: S101 - it is a pipe, see `process.client`
+        self._process, self._stdin, self._stdout, self._stderr = client, client.stdin, client.stdout, client.stderr
+
+    def send_at_once(self, data: bytes) -> bool:
+        return False
+
+    async def send(self, data: bytes) -> None:
+        assert self._stdin is not None  # noqa: S101 - as above
+        try:
+            await self._stdin.send(data)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
+            raise BrokenPipeError("the engine client's stdin is closed") from error
+
+    async def close_stdin(self) -> None:
+        assert self._stdin is not None  # noqa: S101 - as above
+        await self._stdin.aclose()
+
+    async def receive_stdout(self) -> bytes:
+        assert self._stdout is not None  # noqa: S101 - as above
+        return await process.receive(self._stdout)
+
+    async def receive_stderr(self) -> bytes:
+        return await process.receive(self._stderr)
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        process.kill(self._process)
+
+
+class PipeChannel(StreamChannel):
+    """A channel over pipes that do not block: ``asks`` holds the one that is written while it is open."""
+
+    def __init__(self, client: Process, asks: list[int], answers: int) -> None:
+        super().__init__(client)
+        self._asks, self._answers = asks, answers
+
+    def send_at_once(self, data: bytes) -> bool:
+        # What is no longer than this is written whole or not at all.
+        if len(data) > select.PIPE_BUF or not self._asks:
+            return False
+        try:
+            return os.write(self._asks[0], data) == len(data)
+        except OSError:
+            return False
+
+    async def send(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            if not self._asks:
+                raise BrokenPipeError("the engine client's stdin is closed")
+            try:
+                left = left[os.write(self._asks[0], left) :]
+            except BlockingIOError:
+                with suppress(anyio.ClosedResourceError):  # then it is told above
+                    await anyio.wait_writable(self._asks[0])
+        await anyio.lowlevel.cancel_shielded_checkpoint()
+
+    async def close_stdin(self) -> None:
+        for fd in self._asks[:]:
+            anyio.notify_closing(fd)
+            _close(self._asks, fd)
+        await anyio.lowlevel.cancel_shielded_checkpoint()
+
+    async def receive_stdout(self) -> bytes:
+        while True:
+            await anyio.wait_readable(self._answers)
+            try:
+                return os.read(self._answers, READ_SIZE)
+            except BlockingIOError:
+                continue
+            except OSError:
+                return b""
