@@ -44,6 +44,7 @@ NO_LIMIT, NO_CODE, OOM_KNOWN = 2**64 - 1, 0xFFFF, 4
 REHEARSED_CALL = b"".join(number.to_bytes(8, "big") for number in (10000000, 1000000, 0, NO_LIMIT))
 BUFFERED = 1 << 18  # bytes that wait for the host before the runner stops reading the call's output
 REAP_SECONDS = 4.0
+NOBODY = 1 << 30  # more than any process ID
 HOLD_SECONDS = 0.002  # a short call's output and its end then leave in one write, and the host wakes up once
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 CANNOT_RUN, NOT_FOUND = 126, 127  # what a shell answers, and people know
@@ -202,6 +203,9 @@ class Runner:
         self.cgroup = Cgroup()
         self.ooms = None
         self.seq = 0
+        self.asks, self.says = 0, 1  # where the host's frames come from, and where those for it go
+        self.nowhere = os.open("/dev/null", os.O_WRONLY | os.O_CLOEXEC)
+        self.pretended = None  # in a rehearsal, the end of a child that never was
         self.wake_r, self.wake_w = os.pipe()
         for fd in (0, 1, self.wake_r, self.wake_w):
             os.set_blocking(fd, False)
@@ -219,7 +223,7 @@ class Runner:
     def flush(self):
         while self.outbox:
             try:
-                count = os.write(1, self.outbox)
+                count = os.write(self.says, self.outbox)
             except BlockingIOError:
                 return
             except OSError:
@@ -252,7 +256,7 @@ class Runner:
         """All whole frames that have arrived; notes the end of stdin."""
         while True:
             try:
-                data = os.read(0, CHUNK)
+                data = os.read(self.asks, CHUNK)
             except BlockingIOError:
                 break
             except OSError:
@@ -278,7 +282,7 @@ class Runner:
     def next_call(self, spare):
         """Wait for a call; ``None`` once the host has gone or says leave, ``False`` when the waiting child has died."""
         poll = select.poll()
-        poll.register(0, select.POLLIN)
+        poll.register(self.asks, select.POLLIN)
         poll.register(self.wake_r, select.POLLIN)
         if spare is not None and spare.gone:
             return False
@@ -323,6 +327,14 @@ class Runner:
             pass
 
     def reap(self):
+        if self.pretended is not None:
+            # A real end is left to those who want to know of it.
+            gone, self.pretended = [self.pretended], None
+            try:
+                os.wait4(NOBODY, os.WNOHANG)
+            except ChildProcessError:
+                pass
+            return gone
         gone = []
         while True:
             try:
@@ -334,15 +346,30 @@ class Runner:
             gone.append((pid, status, usage))
 
     def rehearse(self, child):
-        """Touch what a call will touch: after a fork this process copies its pages too, and now it has the time."""
+        """Touch what a call will touch: after a fork this process copies its pages too, and now it has the time.
+
+        So it carries a call out, whose frames come from a pipe of its own, whose process never was, and of which nobody is told.
+        """
+        (asks, asked), (ask_r, ask), (in_r, stdin), (out, out_w), (err, err_w) = [os.pipe() for _ in range(5)]
+        os.set_blocking(asks, False)
+        pretender = Child(NOBODY, ask, stdin, out, err, None)
+        for kind, payload in (CALL, REHEARSED_CALL + bytes(8)), (INPUT_END, b""):
+            os.write(asked, bytes((kind,)) + self.seq.to_bytes(4, "big") + len(payload).to_bytes(4, "big") + payload)
+        os.write(out_w, b"1")
+        os.write(self.wake_w, b"1")
+        kept, self.inbox, self.outbox = (self.inbox, self.outbox), bytearray(), bytearray()
+        self.asks, self.says = asks, self.nowhere
+        self.pretended = NOBODY, 0, resource.getrusage(resource.RUSAGE_SELF)
+        call = self.serve(pretender, *self.next_call(None))
+        self.send(DONE, call.report())
+        self.asks, self.says, self.pretended = 0, 1, None
+        self.inbox, self.outbox = kept
+        pretender.close()
+        for fd in (asks, asked, ask_r, in_r, out_w, err_w):
+            os.close(fd)
+        os.write(self.wake_w, b"1")  # what was to wake it in earnest may have been taken for a part of this
         self.ooms = self.cgroup.oom_kills()
-        call = Served(self, child, REHEARSED_CALL, time.monotonic())
-        call.ended(0, resource.getrusage(resource.RUSAGE_SELF))
-        call.report()
         own_limits()
-        poll = select.poll()
-        poll.register(0, select.POLLIN)
-        poll.poll(0)
         return child.prepared(self)
 
     def practise(self, child):
@@ -378,7 +405,7 @@ class Runner:
                 for pid, status, usage in self.reap():
                     if pid == child.pid:
                         call.ended(status, usage)
-            frames = self.read_frames() if 0 in ready else ()
+            frames = self.read_frames() if self.asks in ready else ()
         return call
 
     def clean(self, resting):
@@ -574,13 +601,13 @@ class Served:
         """Do what there is to do with the call's pipes, once there is something; the descriptors that were ready."""
         poll = select.poll()
         if not self.runner.host_gone:
-            poll.register(0, select.POLLIN)
+            poll.register(self.runner.asks, select.POLLIN)
         poll.register(self.runner.wake_r, select.POLLIN)
         held = self.runner.holding(time.monotonic()) if self.runner.outbox else 0.0
         if held:
             seconds = min(seconds, held)
         elif self.runner.outbox:
-            poll.register(1, select.POLLOUT)
+            poll.register(self.runner.says, select.POLLOUT)
         if len(self.runner.outbox) < BUFFERED:
             for fd, stream in self.sources.items():
                 if self.readable(stream) and self.rest.get(fd, 1) > 0:
@@ -824,6 +851,7 @@ class Prepared:
     def begin(self):
         """Wait for the call, and be the process that its code expects."""
         self.unchanged.rehearse(SOURCE, self._libc.fields_type)
+        self.rehearse()  # anew, since what has been done since then has moved what memory is used next
         os.write(ASK_READY, b"1")
         os.close(ASK_READY)
         request, code = await_call()
@@ -892,6 +920,7 @@ class Rehearsal:
     def method(self):
         return "%s" % rehearse(3)
 Rehearsal().method()
+print(end="")
 sys.stdout.write("")
 sys.stdout.flush()
 """
@@ -904,7 +933,7 @@ def await_call():
 
     def read_to(size):
         while len(data) < size:
-            chunk = os.read(ASK, 1 << 20)
+            chunk = os.read(ASK, max(4096, size - len(data)))  # to ask for much costs memory that is new each time
             if not chunk:
                 os._exit(0)  # the runner has ended, and so there will be no call
             data.extend(chunk)
