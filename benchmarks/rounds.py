@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -64,7 +65,8 @@ async def sample(bench: Bench, modes: Sequence[Mode], rounds: int, progress: Pro
     """Open all modes, warm each up once, and return the seconds of ``rounds`` measurements of each, by its name.
 
     Each measurement comes right after one that does not count. The modes differ in what they leave to the next one, an
-    idle processor or a busy one, and that alone was seen to change a call of a millisecond by half.
+    idle processor or a busy one, and that alone was seen to change a call of a millisecond by half. What is there before the
+    first one is kept from the garbage collector: its passes over all that a benchmark has loaded are no part of a call.
     """
     samples: dict[str, list[float]] = {mode.name: [] for mode in modes}
     async with AsyncExitStack() as stack:
@@ -73,6 +75,8 @@ async def sample(bench: Bench, modes: Sequence[Mode], rounds: int, progress: Pro
             measures[mode.name] = await stack.enter_async_context(mode.open(bench))
         for once in measures.values():
             await once()
+        gc.collect()
+        gc.freeze()
         progress.begins(rounds)
         for number in range(1, rounds + 1):
             progress.round(number, rounds)
