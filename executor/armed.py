@@ -165,8 +165,14 @@ class ArmedRunner:
                     tasks.start_soon(self._send, self._config.payload())
                     try:
                         while self.state is not RunnerState.ENDED and (data := await channel.receive_stdout()):
+                            call, state = self._running, self.state
                             for frame in self._decoder.feed(data):
                                 self._take(frame)
+                            news = self.state is not state
+                            if self._running is not call:
+                                await anyio.lowlevel.checkpoint()  # whoever waits for the answer goes first
+                            if news:
+                                self._changed()
                     except ProtocolError as error:  # caught here: the task group would wrap it
                         self.problem = f"protocol: {error}"
                     tasks.cancel_scope.cancel()
@@ -233,7 +239,7 @@ class ArmedRunner:
                     raise ProtocolError("a report of more or less output than has come")
             call.report = report
             self._running, self._answered = None, call
-            call.finish()  # before anyone else is woken: the call's answer is what somebody waits for
+            call.finish()
             self._become(RunnerState.CLEANING)
         elif kind == frames.CLEAN and state is RunnerState.CLEANING and self._answered is not None:
             if self._config.shared and self.sweeps is None:
@@ -254,7 +260,6 @@ class ArmedRunner:
 
     def _become(self, state: RunnerState) -> None:
         self.last, self.state = self.state, state
-        self._changed()
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
