@@ -320,6 +320,12 @@ class Runner:
             self.drain_wakeups()
             self.reap()
 
+    def wake(self):
+        try:
+            os.write(self.wake_w, b"1")
+        except BlockingIOError:  # it is as full of them as can be
+            pass
+
     def drain_wakeups(self):
         try:
             os.read(self.wake_r, 4096)
@@ -356,7 +362,7 @@ class Runner:
         for kind, payload in (CALL, REHEARSED_CALL + bytes(8)), (INPUT_END, b""):
             os.write(asked, bytes((kind,)) + self.seq.to_bytes(4, "big") + len(payload).to_bytes(4, "big") + payload)
         os.write(out_w, b"1")
-        os.write(self.wake_w, b"1")
+        self.wake()
         kept, self.inbox, self.outbox = (self.inbox, self.outbox), bytearray(), bytearray()
         self.asks, self.says = asks, self.nowhere
         self.pretended = NOBODY, 0, resource.getrusage(resource.RUSAGE_SELF)
@@ -367,7 +373,7 @@ class Runner:
         pretender.close()
         for fd in (asks, asked, ask_r, in_r, out_w, err_w):
             os.close(fd)
-        os.write(self.wake_w, b"1")  # what was to wake it in earnest may have been taken for a part of this
+        self.wake()  # what was to wake it in earnest may have been taken for a part of this
         self.ooms = self.cgroup.oom_kills()
         own_limits()
         return child.prepared(self)
