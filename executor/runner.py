@@ -857,7 +857,6 @@ class Prepared:
     def begin(self):
         """Wait for the call, and be the process that its code expects."""
         self.unchanged.rehearse(SOURCE, self._libc.fields_type)
-        self.rehearse()  # anew, since what has been done since then has moved what memory is used next
         os.write(ASK_READY, b"1")
         os.close(ASK_READY)
         request, code = await_call()

@@ -181,7 +181,7 @@ async def test_stopped_runner_cannot_hold_a_call_beyond_its_deadline(real_engine
 LOWERED = {
     **{
         f"limit {name}": f"resource.prlimit(runner, resource.RLIMIT_{name}, ({value}, {value}))"
-        for name, value in (("NOFILE", 0), ("NPROC", 0), ("CPU", 0), ("FSIZE", 0), ("CORE", 0), ("STACK", 65536))
+        for name, value in (("NOFILE", 0), ("NPROC", 0), ("CPU", 0), ("FSIZE", 0), ("MEMLOCK", 0), ("STACK", 65536))
     },
     "soft limit": "resource.prlimit(runner, resource.RLIMIT_NOFILE, (3, resource.prlimit(runner, 7)[1]))",
     "nice": "os.setpriority(os.PRIO_PROCESS, runner, 19)",

@@ -300,6 +300,7 @@ async def test_inspect_of_a_started_sandbox_matches_the_profile(real_engine: Roo
         "nofile": (256, 256),
         "fsize": (64 << 20, 64 << 20),
         "cpu": (30, 31),
+        "core": (0, 0),
     }
     assert config["User"] == f"{KEEPER}:{KEEPER}"
     assert config["WorkingDir"] == "/tmp"
