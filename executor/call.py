@@ -89,6 +89,10 @@ class Call:
             raise InvalidCall(f"max_output must be 0 or more whole bytes; it is {self.max_output!r:.40}")
         if self.env or type(self.env) is not dict:
             _check_env(self.env)
+        if self.cwd != CALL_ENV["HOME"]:
+            self._check_cwd()
+
+    def _check_cwd(self) -> None:
         if not self.cwd.startswith("/") or "\0" in self.cwd or _text_size("cwd", self.cwd) > MAX_PATH:
             raise InvalidCall(f"cwd must be an absolute path of at most {MAX_PATH} bytes; it is {self.cwd!r:.60}")
 

@@ -332,7 +332,8 @@ class Runner:
         except BlockingIOError:
             pass
 
-    def reap(self):
+    def reap(self, until=0):
+        """All that has ended, or as much of it as it takes to find ``until``."""
         if self.pretended is not None:
             # A real end is left to those who want to know of it.
             gone, self.pretended = [self.pretended], None
@@ -350,6 +351,8 @@ class Runner:
             if pid == 0:
                 return gone
             gone.append((pid, status, usage))
+            if pid == until:
+                return gone
 
     def rehearse(self, child):
         """Touch what a call will touch: after a fork this process copies its pages too, and now it has the time.
@@ -391,8 +394,9 @@ class Runner:
 
     def serve(self, child, payload, frames):
         """Carry one call out; everything that is said about it. Ends when its main process has."""
-        call = Served(self, child, payload[:CALL_HEADER], time.monotonic())
-        child.give(payload[CALL_HEADER:])
+        began = time.monotonic()
+        child.give(payload[CALL_HEADER:])  # first of all: it is at work while this goes on
+        call = Served(self, child, payload[:CALL_HEADER], began)
         if child.gone:
             call.ended(*child.gone)
         while True:
@@ -408,9 +412,9 @@ class Runner:
             ready = call.wait(wait)
             if self.wake_r in ready:
                 self.drain_wakeups()
-                for pid, status, usage in self.reap():
+                for pid, status, usage in self.reap(child.pid):
                     if pid == child.pid:
-                        call.ended(status, usage)
+                        call.ended(status, usage, call.silent())
             frames = self.read_frames() if self.asks in ready else ()
         return call
 
@@ -538,6 +542,7 @@ class Served:
         self.killed = self.timed_out = self.cancelled = False
         self.status, self.cpu_seconds, self.max_rss = None, 0.0, 0
         self.rest = {}  # by descriptor, what may still be of the main process once it has ended
+        self.poll, self.watched = None, ()  # what the last wait was for, and which of it is the call's output
         self.ooms = runner.ooms
 
     def take(self, kind, data):
@@ -583,11 +588,17 @@ class Served:
             self.runner.kill_call()
         return max(left, 0.05)
 
-    def ended(self, status, usage):
+    def ended(self, status, usage, empty=()):
+        """``empty`` are descriptors of its output that held nothing since then."""
         self.status = status
         # What it wrote is in its pipes by now; without a bound, whoever it left could refill them for ever.
-        self.rest = {fd: fcntl.fcntl(fd, F_GETPIPE_SZ) for fd in self.sources}
+        self.rest = {fd: 0 if fd in empty else fcntl.fcntl(fd, F_GETPIPE_SZ) for fd in self.sources}
         self.cpu_seconds, self.max_rss = usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
+
+    def silent(self):
+        """Which of the descriptors that the last wait was for hold nothing now."""
+        ready = [fd for fd, _ in self.poll.poll(0)]
+        return [fd for fd in self.watched if fd not in ready]
 
     def readable(self, stream):
         credit = self.credit[stream]
@@ -614,10 +625,12 @@ class Served:
             seconds = min(seconds, held)
         elif self.runner.outbox:
             poll.register(self.runner.says, select.POLLOUT)
+        self.poll, self.watched = poll, []
         if len(self.runner.outbox) < BUFFERED:
             for fd, stream in self.sources.items():
                 if self.readable(stream) and self.rest.get(fd, 1) > 0:
                     poll.register(fd, select.POLLIN)
+                    self.watched.append(fd)
         if self.child.stdin is not None and (self.input or not self.input_open):
             poll.register(self.child.stdin, select.POLLOUT)
         if self.child.untold:
@@ -857,6 +870,9 @@ class Prepared:
     def begin(self):
         """Wait for the call, and be the process that its code expects."""
         self.unchanged.rehearse(SOURCE, self._libc.fields_type)
+        self.rehearse()  # anew: looking at everything has moved which memory is used next
+        gc.collect()
+        self.unchanged.settle()
         os.write(ASK_READY, b"1")
         os.close(ASK_READY)
         request, code = await_call()
@@ -971,6 +987,10 @@ class Unchanged:
     def __init__(self):
         self._streams = id(sys.stdout), id(sys.stderr)
         self._filters = list(_warnings.filters)
+        self.settle()
+
+    def settle(self):
+        """What is there by now was here before the call."""
         self._collected = self._collections()
 
     def _collections(self):
@@ -1021,11 +1041,11 @@ class Unchanged:
     def _noticing(self):
         if self._collections() != self._collected:
             return True  # what is young cannot be told from what was here before
-        verdicts = dict(LASTING)
+        verdicts = {}
         for young in (0, 1):
             for thing in gc.get_objects(generation=young):
                 made = type(thing)
-                verdict = verdicts.get(id(made))
+                verdict = LASTING.get(id(made)) or verdicts.get(id(made))
                 if verdict is None:
                     verdict = verdicts[id(made)] = judge(made)
                 if verdict == FINALIZED:

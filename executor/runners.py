@@ -252,15 +252,15 @@ class Runners:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def call(self, call: Call, sink: Sink | None = None) -> CallResult:
-        """Carry one call out on the armed runner, its output into ``sink`` where there is one.
+    async def call(self, call: Call, sink: Sink | None = None, *, began: float | None = None) -> CallResult:
+        """Carry one call out on the armed runner, its output into ``sink`` where there is one; ``began`` as in ``Sandbox.call``.
 
         Raises ``SandboxDied``, or ``SessionBusy`` or ``EngineUnavailable`` where it never began; a timeout is a result.
         """
         place = self._place
         # A cancel that is due already finds the runner unclaimed; later it has to end a call.
         await anyio.lowlevel.checkpoint_if_cancelled()
-        began, left = anyio.current_time(), call.timeout
+        began, left = anyio.current_time() if began is None else began, call.timeout
         if (runner := self._ready()) is None:
             runner = await self._armed_for(call)
             left = max(0.001, left - (anyio.current_time() - began))

@@ -144,13 +144,14 @@ class Sandbox:
         if self._runners is not None:
             await self._runners.armed(PROBE_TIMEOUT)
 
-    async def call(self, call: Call, sink: Sink | None = None) -> CallResult:
-        """Run one call, its output into ``sink`` where there is one (see ``stream``).
+    async def call(self, call: Call, sink: Sink | None = None, *, began: float | None = None) -> CallResult:
+        """Run one call, its output into ``sink`` where there is one (see ``stream``). ``began`` is the event loop's time, for
+        those who have just looked.
 
         Raises ``SandboxDied``, ``EngineUnavailable`` or ``InvalidCall``; a timeout is a result.
         """
         if self._runners is not None:
-            return await self._runners.call(call, sink)
+            return await self._runners.call(call, sink, began=began)
         if sink is not None:
             raise InvalidCall(
                 "output is streamed by a runner, which needs a python3 in the image; make an ordinary call of it"

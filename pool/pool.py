@@ -318,7 +318,7 @@ class SandboxPool:
 
             async def run(left: float) -> CallResult:
                 if prepare is None:
-                    return await box.call(call.within(left), sink)
+                    return await box.call(call.within(left), sink, began=now)
                 async with prepare(box, call) as prepared:
                     entry.call = prepared
                     return await box.call(prepared.within(max(0.001, deadline - anyio.current_time())), sink)
