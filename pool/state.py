@@ -64,7 +64,7 @@ class PoolState(Books):
         if session.sandbox is None:
             if self._queue_full(event.waiter):
                 return False
-        elif not self.waiters and not self.closing and now < event.deadline and self.has_turn(session.sandbox, now):
+        elif not self.closing and now < event.deadline and self.has_turn(session.sandbox, now):
             self.give_turn(event.waiter, session.sandbox)
             return True
         else:

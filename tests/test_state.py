@@ -198,6 +198,74 @@ def test_a_sandbox_due_for_recycling_goes_when_its_last_call_ends_and_the_next_c
     assert core.feed(ev.BindRecorded(2)) == [ev.RunCall(second, 2)]
 
 
+# --- a call that nobody else is concerned by is settled without a plan, which must not be missed -------------------------
+
+
+def settled(core: Core) -> bool:
+    """Whether a plan would find nothing to do now."""
+    return core.feed(ev.Tick()) == []
+
+
+def test_a_call_that_ends_in_a_closing_pool_is_the_last_that_its_sandbox_waits_for() -> None:
+    core = Core(BARE)
+    waiter = core.call(core.granted("a"), "a")
+    core.feed(ev.CloseBegan(core.now + 100.0))
+    assert core.feed(ev.CallEnded(waiter)) == [ev.StopSandbox(1, "closing")]
+
+
+def test_a_call_of_a_closing_pool_is_refused() -> None:
+    core = Core(replace(BARE, parallel=2))
+    grant = core.granted("a")
+    running = core.call(grant, "a")
+    core.feed(ev.CloseBegan(core.now + 100.0))
+    core.call(grant, "a")
+    assert core.only(ev.Refuse).refusal.kind is RefusalKind.POOL_CLOSED
+    core.feed(ev.CallEnded(running))
+    assert settled(core)
+
+
+def test_a_call_whose_time_is_up_when_it_comes_does_not_begin() -> None:
+    core = Core(BARE)
+    core.call(core.granted("a"), "a", wait=0.0)
+    assert not core.all(ev.RunCall)
+    assert core.only(ev.Refuse).refusal.kind is RefusalKind.SESSION_BUSY
+    assert settled(core)
+
+
+def test_what_time_has_made_due_is_done_with_a_call_that_comes_then() -> None:
+    core = Core(replace(BARE, min_standby=1, standby_max_age=60.0, idle_timeout=1000.0))
+    core.start_all()
+    grant = core.granted("a")
+    core.start_all()
+    core.now += 60.0
+    waiter = core.call(grant, "a")
+    assert core.all(ev.RunCall)
+    assert core.all(ev.StopSandbox)
+    core.feed(ev.CallEnded(waiter))
+    assert settled(core)
+
+
+def test_a_session_whose_call_ends_gives_way_in_time_to_one_that_restarts() -> None:
+    core = Core(replace(BARE, reclaim_idle_after=5.0))
+    core.granted("a")
+    waiter = core.call(core.granted("b"), "b")
+    core.feed(ev.PolicyChanged(replace(core.state.policy, max_sandboxes=1)))
+    core.feed(ev.SandboxDied(1, "killed"), ev.SandboxStopped(1))
+    core.feed(ev.CallEnded(waiter), after=1.0)
+    assert core.state.next_wake <= core.now + 5.0
+    core.feed(ev.Tick(), after=5.0)
+    assert ev.StopSandbox(2, "reclaimed") in core.effects
+
+
+def test_a_session_idles_from_the_end_of_a_call_that_was_longer_than_its_idle_time() -> None:
+    core = Core(replace(BARE, idle_timeout=10.0))
+    waiter = core.call(core.granted("a"), "a")
+    core.feed(ev.Tick(), after=50.0)
+    core.feed(ev.CallEnded(waiter))
+    assert core.state.next_wake == core.now + 10.0
+    assert core.wake() == [ev.StopSandbox(1, "idle")]
+
+
 def test_a_call_for_a_generation_that_is_gone_is_refused_also_while_it_waits() -> None:
     core = Core(replace(BARE, max_calls=1))
     grant = core.granted("a")
