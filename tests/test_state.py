@@ -206,6 +206,12 @@ def settled(core: Core) -> bool:
     return core.feed(ev.Tick()) == []
 
 
+def test_the_last_call_that_a_sandbox_may_have_ends_it_although_nobody_waits() -> None:
+    core = Core(replace(BARE, max_calls=1))
+    waiter = core.call(core.granted("a"), "a")
+    assert core.feed(ev.CallEnded(waiter)) == [ev.StopSandbox(1, "recycled")]
+
+
 def test_a_call_that_ends_in_a_closing_pool_is_the_last_that_its_sandbox_waits_for() -> None:
     core = Core(BARE)
     waiter = core.call(core.granted("a"), "a")
@@ -251,7 +257,8 @@ def test_a_session_whose_call_ends_gives_way_in_time_to_one_that_restarts() -> N
     waiter = core.call(core.granted("b"), "b")
     core.feed(ev.PolicyChanged(replace(core.state.policy, max_sandboxes=1)))
     core.feed(ev.SandboxDied(1, "killed"), ev.SandboxStopped(1))
-    core.feed(ev.CallEnded(waiter), after=1.0)
+    core.feed(ev.Tick(), after=20.0)
+    core.feed(ev.CallEnded(waiter))
     assert core.state.next_wake <= core.now + 5.0
     core.feed(ev.Tick(), after=5.0)
     assert ev.StopSandbox(2, "reclaimed") in core.effects

@@ -94,6 +94,29 @@ async def test_crash_leaves_no_core_file(real_engine: Room) -> None:
     assert (await real_engine.cold(left)).stdout == b"[] (0, 0)\n"
 
 
+async def test_last_words_beside_the_ends_of_others_arrive_whole(real_engine: Room) -> None:
+    """The end of a main process may be told together with those of orphans, before anybody has looked into its pipes."""
+    code = (
+        "import os\nfor n in range(30):\n    if os.fork() == 0:\n        if os.fork() == 0:\n            os._exit(0)\n"
+        "        os._exit(0)\nos.write(1, b'o' * 5000)\nos.write(2, b'e' * 5000)\nos._exit(0)"
+    )
+    async with real_engine.armed() as box:
+        for _ in range(60):
+            result = await box.call(Call(code=code))
+            assert (result.stdout, result.stderr) == (b"o" * 5000, b"e" * 5000)
+
+
+async def test_call_of_a_client_that_stands_still_ends_at_its_deadline(real_engine: Room) -> None:
+    async with real_engine.armed(grace=0.2) as box:
+        assert (await box.call(Call(code="print(1)"))).ok
+        await box.ready()
+        (cmdline,) = clients(box.name)
+        os.kill(int(cmdline.parent.name), signal.SIGSTOP)
+        result = await box.call(Call(code="print(2)", timeout=0.5))
+        assert (result.timed_out, result.stdout) == (True, b"")
+        assert box.poisoned
+
+
 async def test_result_measures_time_and_memory_of_the_call(real_engine: Room) -> None:
     code = (
         "import time\nx = bytearray(50 << 20)\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass"
