@@ -39,7 +39,7 @@ from tests.test_chaos import FAULTS, MISDEEDS, OPERATIONS, PLACES
 pytestmark = pytest.mark.anyio
 
 FIRST = int(os.environ.get("EMBERPOOL_STORM_FIRST", "0"))
-SCHEDULES = range(FIRST, FIRST + int(os.environ.get("EMBERPOOL_STORM_SCHEDULES", "300")))
+SCHEDULES = range(FIRST, FIRST + int(os.environ.get("EMBERPOOL_STORM_SCHEDULES", "2000")))
 STEPS = (
     "echo x",
     "echo x",

@@ -27,7 +27,7 @@ from tests.storm import Accounts, Judge
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
-SECONDS = float(os.environ.get("EMBERPOOL_STORM_SECONDS", "15"))
+SECONDS = float(os.environ.get("EMBERPOOL_STORM_SECONDS", "60"))
 CLIENTS = int(os.environ.get("EMBERPOOL_STORM_CLIENTS", "100"))
 SANDBOXES = int(os.environ.get("EMBERPOOL_STORM_SANDBOXES", "20"))
 STANDBYS = 2
