@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from benchmarks import bench as bench_module
 from benchmarks import modes as modes_module
+from benchmarks import profile
 from benchmarks.bench import Bench, BenchmarkError, check_finished
 from benchmarks.document import BEGIN, END, write_figures
 from benchmarks.floor import COMMAND, Floor, FloorError
@@ -33,6 +34,7 @@ from benchmarks.plot import check_plot, plot
 from benchmarks.report import Report, milliseconds
 from benchmarks.rounds import sample
 from benchmarks.stats import Summary, percentile, ratios, summarise
+from executor.armed import _program
 from executor.locate import find_engine
 from executor.process import Finished, client_environment
 from pool.pool import SandboxPool
@@ -410,3 +412,25 @@ def test_an_interrupted_run_leaves_nothing_and_says_so(backend: str, tmp_path: P
     assert len(ids) == POOLS + OWN
     assert containers(ids) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_profile_finds_every_line_that_it_stamps() -> None:
+    program = _program().decode("utf-8")
+    compile(profile.stamped(program), "runner.py", "exec")
+    for _, line, _ in profile.INSIDE:
+        with pytest.raises(BenchmarkError, match=r"mend benchmarks/profile\.py"):
+            profile.stamped(program.replace(line, ""))
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("real_engine")
+def test_a_profile_tells_every_step_of_a_call() -> None:
+    argv = [sys.executable, "-m", "benchmarks.profile", "--calls", "3"]
+    done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    rows = [line.rsplit(maxsplit=1) for line in lines if line[-1:].isdigit()]
+    assert [what.strip() for what, _ in rows] == [*(what for _, what in profile.STEPS), "one call, the median of 3"]
+    *steps, whole = [int(us) for _, us in rows]  # the runner may have been overtaken by the child that it woke
+    assert sum(steps) > 0
+    assert whole > 0
