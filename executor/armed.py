@@ -153,7 +153,7 @@ class ArmedRunner:
         self._seq = 0
         self._running: Running | None = None
         self._answered: Running | None = None
-        self._torn = False
+        self._torn, self._writing = False, anyio.Lock(fast_acquire=True)
 
     async def run(self) -> None:
         """Attach, send the program, and read to the end. Returns once the exec's client is gone."""
@@ -197,18 +197,18 @@ class ArmedRunner:
         return False
 
     async def _write(self, data: bytes) -> bool:
-        """``_send``, for as long as it takes."""
-        if self._channel is None or self._torn:
-            return False
-        await anyio.lowlevel.checkpoint_if_cancelled()  # a cancel that was due before tears nothing
-        # Cancelled half-way, a write may have sent a part of its frame, and the next would be read as the rest of it.
-        self._torn = True
-        try:
-            await self._channel.send(data)
-        except (BrokenPipeError, ConnectionResetError):
-            return False
-        self._torn = False
-        return True
+        """``_send``, for as long as it takes; one after the other. A cancel that was due before tears nothing."""
+        async with self._writing:
+            if self._channel is None or self._torn:
+                return False
+            # Cancelled half-way, a write may have sent a part of its frame, and the next would be read as the rest of it.
+            self._torn = True
+            try:
+                await self._channel.send(data)
+            except (BrokenPipeError, ConnectionResetError):
+                return False
+            self._torn = False
+            return True
 
     # --- frames -------------------------------------------------------------------------------------------------------
 
@@ -285,7 +285,9 @@ class ArmedRunner:
 
     def ask_at_once(self, call: Running) -> None:
         """Send all of a small call now, if that needs no waiting; what is not sent is ``ask``'s."""
-        if self._channel is not None and not self._torn and len(call.head) + len(call.stdin) <= AT_ONCE:
+        if self._channel is None or self._torn:  # or something is being written now
+            return
+        if len(call.head) + len(call.stdin) <= AT_ONCE:
             data = call.due()
             if not self._channel.send_at_once(data):
                 call.head = data

@@ -36,7 +36,10 @@ async def attached(argv: Sequence[str], env: Mapping[str, str]) -> AsyncIterator
                 ends.callback(_close, fds, fd)
             return fds
 
-        asks, answers = pipe(), pipe()
+        try:
+            asks, answers = pipe(), pipe()
+        except OSError as error:
+            raise process.not_started(argv[0], error) from error
         async with process.client(argv, env, stdin=asks[0], stdout=answers[1]) as client:
             _close(asks, asks[0])
             _close(answers, answers[1])
@@ -47,9 +50,10 @@ async def attached(argv: Sequence[str], env: Mapping[str, str]) -> AsyncIterator
 
 
 def _close(fds: list[int], fd: int) -> None:
-    """Close one of the descriptors that are open, once."""
+    """Close one of the descriptors that are open, once; whoever still waits for it is told."""
     if fd in fds:
         fds.remove(fd)
+        anyio.notify_closing(fd)
         os.close(fd)
 
 
@@ -114,20 +118,18 @@ class PipeChannel(StreamChannel):
             except BlockingIOError:
                 with suppress(anyio.ClosedResourceError):  # then it is told above
                     await anyio.wait_writable(self._asks[0])
-        await anyio.lowlevel.cancel_shielded_checkpoint()
 
     async def close_stdin(self) -> None:
         for fd in self._asks[:]:
-            anyio.notify_closing(fd)
             _close(self._asks, fd)
         await anyio.lowlevel.cancel_shielded_checkpoint()
 
     async def receive_stdout(self) -> bytes:
         while True:
-            await anyio.wait_readable(self._answers)
             try:
+                await anyio.wait_readable(self._answers)
                 return os.read(self._answers, READ_SIZE)
             except BlockingIOError:
                 continue
-            except OSError:
+            except (OSError, anyio.ClosedResourceError):
                 return b""

@@ -74,7 +74,7 @@ async def client(
                 f"there is no {argv[0]!r} command on this machine; `emberpool engine up` helps"
             ) from error
         except OSError as error:
-            raise EngineUnavailable(f"the command {argv[0]!r} cannot be started: {error}") from error
+            raise not_started(argv[0], error) from error
     try:
         yield process
     finally:
@@ -82,6 +82,11 @@ async def client(
             kill(process)
             await process.wait()
             await process.aclose()
+
+
+def not_started(command: str, error: OSError) -> EngineUnavailable:
+    """The error of a client that the system did not start."""
+    return EngineUnavailable(f"the command {command!r} cannot be started: {error}")
 
 
 async def run(

@@ -954,7 +954,9 @@ def await_call():
 
     def read_to(size):
         while len(data) < size:
-            chunk = os.read(ASK, max(4096, size - len(data)))  # to ask for much costs memory that is new each time
+            chunk = os.read(
+                ASK, min(1 << 20, max(4096, size - len(data)))
+            )  # to ask for much costs memory that is new each time
             if not chunk:
                 os._exit(0)  # the runner has ended, and so there will be no call
             data.extend(chunk)

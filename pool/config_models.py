@@ -72,7 +72,7 @@ class SandboxSettings(Section):
     cpus: float = Field(default=1.0, ge=0.01, le=1_024, allow_inf_nan=False)
     cpu_seconds: int = Field(default=30, ge=1, le=31_536_000)
     memory_mb: int = Field(default=512, ge=16, le=16_777_216)
-    open_files: int = Field(default=256, ge=16, le=1_048_576)
+    open_files: int = Field(default=256, ge=64, le=1_048_576)
     file_size_mb: int = Field(default=64, ge=1, le=1_048_576)
     pids: int = Field(default=128, ge=16, le=4_194_304)
     tmpfs_mb: int = Field(default=64, ge=1, le=1_048_576)

@@ -386,7 +386,8 @@ class SandboxPool:
         self._feeding = True
         try:
             while self._queue:
-                self._stepped, now = anyio.current_time() if now is None else now, None
+                # A log that its owner hooks into may have fed something later meanwhile.
+                self._stepped, now = anyio.current_time() if now is None else max(now, self._stepped), None
                 for effect in self._state.step(self._queue.popleft(), self._stepped):
                     self._carry_out(effect)
         finally:

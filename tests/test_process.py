@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -208,6 +210,52 @@ async def test_what_is_sent_at_once_is_sent_whole_or_not_at_all() -> None:
         while more := await channel.receive_stdout():
             got += more
     assert got == b"x" * sent
+
+
+async def test_writer_that_is_still_waiting_when_the_channel_goes_is_told() -> None:
+    ends: list[type] = []
+    # Something else holds the other end of the pipe, so that the client's death alone tells nobody.
+    async with anyio.create_task_group() as tasks:
+        async with attached(["sh", "-c", "exec 3<&0; sleep 600 <&3 & echo $!; wait"], ENV) as channel:
+            holder = int(await channel.receive_stdout())
+
+            async def write() -> None:
+                try:
+                    await channel.send(b"x" * 1_000_000)
+                except BrokenPipeError as error:
+                    ends.append(type(error))
+
+            tasks.start_soon(write)
+            await anyio.sleep(0.1)
+        with anyio.fail_after(5):
+            while not ends:  # noqa: ASYNC110 - a list has no event
+                await anyio.sleep(0.01)
+        # Its number is another's now, who may wait for it.
+        async with attached(["sh", "-c", "sleep 0.2; cat >/dev/null; echo end"], ENV) as other:
+            await other.send(b"x" * 200_000)
+            await other.close_stdin()
+            assert await other.receive_stdout() == b"end\n"
+        os.kill(holder, signal.SIGKILL)
+    assert ends == [BrokenPipeError]
+
+
+async def test_want_of_descriptors_is_told_as_an_engine_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = os.pipe
+    made: list[tuple[int, int]] = []
+
+    def scarce() -> tuple[int, int]:
+        if made:
+            raise OSError(errno.EMFILE, "Too many open files")
+        made.append(pipe())
+        return made[0]
+
+    monkeypatch.setattr("executor.channel.os.pipe", scarce)
+    with pytest.raises(EngineUnavailable, match="Too many open files"):
+        async with attached(["true"], ENV):
+            raise AssertionError("nothing was started")
+    for fd in made[0]:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 async def test_client_that_cannot_be_started_leaves_no_descriptor() -> None:

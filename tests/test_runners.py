@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from executor import frames
-from executor.armed import SEND_TIMEOUT, WINDOW
+from executor.armed import SEND_TIMEOUT, WINDOW, ArmedRunner, RunnerConfig, RunnerState
 from executor.call import Call
 from executor.engine import Channel
 from executor.frames import encode
@@ -598,3 +598,45 @@ async def test_a_cancelled_call_that_still_waits_for_a_runner_costs_nothing(plac
     answer = await _call(box, "echo on")
     assert isinstance(answer, CallResult)
     assert answer.stdout == b"on\n"
+
+
+# --- what is written to it --------------------------------------------------------------------------------------------
+
+
+class SlowChannel:
+    """Takes what is sent once it is let."""
+
+    def __init__(self) -> None:
+        self.taken: list[bytes] = []
+        self.let = anyio.Event()
+
+    def send_at_once(self, data: bytes) -> bool:
+        self.taken.append(data)
+        return True
+
+    async def send(self, data: bytes) -> None:
+        await self.let.wait()
+        self.taken.append(data)
+
+
+async def test_what_is_written_while_something_else_is_waits_for_it() -> None:
+    runner, channel = ArmedRunner(ScriptedEngine(), [], RunnerConfig(keeper="1", files=()), lambda: None), SlowChannel()
+    runner.state, runner._channel = RunnerState.ARMED, channel  # type: ignore[assignment]
+    call = runner.begin(b"r" * 10_000, b"", timeout=1, grace=1, max_output=1)
+    runner.ask_at_once(call)
+    assert channel.taken == []
+    sent: list[bool] = []
+
+    async def cancel() -> None:
+        sent.append(await runner.cancel(call))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(runner.ask, call)
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(cancel)
+        await anyio.wait_all_tasks_blocked()
+        runner.ask_at_once(call)
+        assert channel.taken == []
+        channel.let.set()
+    assert sent == [True]
+    assert [data[0] for data in channel.taken] == [frames.CALL, frames.CANCEL]
