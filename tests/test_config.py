@@ -92,7 +92,7 @@ def test_wrong_name_is_one_problem_and_not_one_of_state_dir_too() -> None:
         ("pool", "max_sessions_per_agent", -1, "-1 must be at least 0"),
         ("pool", "restart_limit", 0, "0 must be at least 1"),
         ("sandbox", "memory_mb", 15, "15 must be at least 16"),
-        ("sandbox", "memory_mb", 0, "0 must be at least 64"),
+        ("sandbox", "memory_mb", 0, "0 must be at least 16"),
         ("sandbox", "pids", 15, "15 must be at least 16"),
         ("sandbox", "open_files", 0, "0 must be at least 64"),
         ("sandbox", "cpu_seconds", 0, "0 must be at least 1"),
