@@ -63,4 +63,6 @@ async def find_engine(binary: str = "") -> tuple[CommandLineEngine, EngineInfo]:
             continue
         return CommandLineEngine(endpoint), info
     asked = "; ".join(failures) or f"no {binary or 'docker or podman'} command on PATH"
-    raise EngineUnavailable(f"no container engine answers ({asked}). `emberpool engine up` starts one", retry_after=2.0)
+    named = next((name for name in ("DOCKER_HOST", "DOCKER_CONTEXT") if os.environ.get(name)), "")
+    remedy = f"Start the one that {named} names, or unset {named}; then `emberpool" if named else "`emberpool"
+    raise EngineUnavailable(f"no container engine answers ({asked}). {remedy} engine up` starts one", retry_after=2.0)

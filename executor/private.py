@@ -193,10 +193,7 @@ def _check_host(error: EngineUnavailable, paths: EnginePaths) -> None:
     """Raise where a private engine would not be used, or is not for this machine."""
     named = os.environ.get("DOCKER_HOST") or os.environ.get("DOCKER_CONTEXT")
     if named and named != paths.url and not _home():
-        raise EngineUnavailable(
-            f"{error}. DOCKER_HOST or DOCKER_CONTEXT names {named}, so no other engine would be used: "
-            "start that one, or unset the variable"
-        ) from error
+        raise error
     if not (release().is_debian and is_root()):
         raise EngineUnavailable(f"no container engine answers. Next step: {next_step()}") from error
 

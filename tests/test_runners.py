@@ -241,7 +241,8 @@ async def test_what_an_engine_says_of_a_container_that_has_just_ended_is_no_viol
     box = await place.start()
 
     async def ends(runner: ScriptedRunner) -> bool:
-        runner.channel.stdout.write(b"cannot exec in a stopped state: unknown\\r\\n")
+        runner.channel.stdout.write(b"cannot exec in a stopped state: unknown\r\n")
+        await anyio.sleep(0.05)  # the event of the end comes a moment later
         place.engine.die(place.engine.the_box(), 137)
         return True
 
