@@ -307,16 +307,20 @@ class Runner:
         """
         if not self.config["shared"]:
             return True
-        poll = select.poll()
-        poll.register(0, select.POLLIN)
-        poll.register(self.wake_r, select.POLLIN)
         while True:
             for kind, seq, data in self.read_frames():
                 if kind == FINISH and seq == self.seq:
                     return data == b"\x01"
             if self.host_gone:
                 return True
+            poll = select.poll()
+            poll.register(self.asks, select.POLLIN)
+            poll.register(self.wake_r, select.POLLIN)
+            if self.outbox:
+                # The host answers the report, which may still stand here behind much output.
+                poll.register(self.says, select.POLLOUT)
             poll.poll()
+            self.flush()
             self.drain_wakeups()
             self.reap()
 

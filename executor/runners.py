@@ -297,9 +297,9 @@ class Runners:
         try:
             return await self.armed(call.timeout)
         except EngineUnavailable:
-            if not self._place.hub.connected:
+            if not self._place.hub.connected or self._fruitless:
                 raise
-            # The engine is there: what took the time is what follows the session's last call.
+            # The engine is there, and execs can be had: what took the time is what follows the session's last call.
             raise SessionBusy(
                 f"the sandbox was not ready again within the {call.timeout:g} s of the call; give it a longer timeout",
                 retry_after=1.0,

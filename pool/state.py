@@ -183,6 +183,7 @@ class PoolState(Books):
         # Only an engine that was away begins anew: to hear of it again says nothing about the starts that fail on it.
         if not self.health.reachable:
             self.health = Health(reachable=True, binds=self.health.binds)
+            self._stop_sooner(now)
 
     def _on_engine_down(self, event: ev.EngineDown, now: float) -> None:
         health = self.health
@@ -198,6 +199,7 @@ class PoolState(Books):
 
     def _on_close(self, event: ev.CloseBegan, now: float) -> None:
         self.close_deadline = event.drain_deadline
+        self._stop_sooner(now)
 
     def _on_tick(self, event: ev.Tick, now: float) -> None:
         """Only the plan is wanted."""
@@ -212,6 +214,12 @@ class PoolState(Books):
         """Sandbox ``n`` if it is in ``phase``; an event about any other comes too late."""
         box = self.sandboxes.get(n)
         return box if box is not None and box.phase is phase else None
+
+    def _stop_sooner(self, now: float) -> None:
+        """Try what could not be stopped again now, whatever its backoff is: what was in the way may be gone, or time short."""
+        for box in self.sandboxes.values():
+            if box.stop_again_at is not None:
+                box.stop_again_at = now
 
     def _counts(self, session: SessionState) -> bool:
         return bool(session.handles) or session.sandbox is not None or self.in_use(session)

@@ -25,7 +25,7 @@ from executor.result import (
     SandboxDied,
     SessionBusy,
 )
-from executor.runners import ANSWER_PATIENCE, ARM_TIMEOUT
+from executor.runners import ANSWER_PATIENCE, ARM_TIMEOUT, EVENT_PATIENCE
 from executor.sandbox import Sandbox
 from tests.pools import LATENCY, outcome, until, virtual_backend
 from tests.runners import NAME, Site, site
@@ -494,6 +494,9 @@ async def test_a_client_that_cannot_be_started_is_tried_again(place: Site, monke
 
     monkeypatch.setattr(place.engine, "attach", refuse)
     assert isinstance(await _call(box, "echo x"), CallResult)
+    never = await _call(box, "echo never", timeout=EVENT_PATIENCE + 0.2)
+    assert isinstance(never, EngineUnavailable)
+    assert not never.started
     assert isinstance(await _call(box, "echo slower"), CallResult)
     assert len(refused) == 3
 

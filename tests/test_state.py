@@ -264,6 +264,17 @@ def test_a_session_whose_call_ends_gives_way_in_time_to_one_that_restarts() -> N
     assert ev.StopSandbox(2, "reclaimed") in core.effects
 
 
+def test_what_could_not_be_stopped_is_tried_again_once_the_engine_is_back_or_the_pool_closes() -> None:
+    core = Core(BARE)
+    core.granted("a")
+    core.feed(ev.SessionEnded(A, 1))
+    core.feed(ev.EngineDown(UNREACHABLE, 1.0), *[ev.SandboxStopFailed(1, 0.5)] * 5)
+    assert core.feed(ev.EngineUp(), after=0.1) == [ev.StopSandbox(1, "again")]
+    core.feed(*[ev.SandboxStopFailed(1, 0.5)] * 5)
+    assert core.feed(ev.EngineUp(), after=0.1) == []  # it was not away
+    assert core.feed(ev.CloseBegan(core.now + 10.0)) == [ev.StopSandbox(1, "again")]
+
+
 def test_a_session_idles_from_the_end_of_a_call_that_was_longer_than_its_idle_time() -> None:
     core = Core(replace(BARE, idle_timeout=10.0))
     waiter = core.call(core.granted("a"), "a")

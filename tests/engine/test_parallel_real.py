@@ -88,6 +88,20 @@ async def test_three_calls_run_at_the_same_time_again_and_again(real_engine: Roo
         assert box.poisoned == ""
 
 
+@pytest.mark.parametrize("calls", [0, 1])
+async def test_output_that_no_pipe_holds_arrives_whole_beside_another_call(real_engine: Room, calls: int) -> None:
+    loud = Call(code="import os\nos.write(1, b'o' * 300_000)\nos.write(2, b'e' * 300_000)\nos._exit(0)", timeout=20)
+    still = Call(code="import time\ntime.sleep(0.5)\nprint('still')", timeout=20)
+    async with real_engine.armed(parallel=2, calls=calls) as box:
+        for _ in range(6):
+            first, second = await together(box, loud, still)
+            assert printed(second) == b"still\n"
+            for one in (first, await box.call(loud)):
+                assert isinstance(one, CallResult)
+                assert (one.exit_code, one.stdout, one.stderr) == (0, b"o" * 300_000, b"e" * 300_000)
+        assert box.poisoned == ""
+
+
 @pytest.mark.parametrize("how", ["times out", "is killed", "is cancelled", "kills its group", "is a program"])
 async def test_one_that_is_ended_leaves_the_others_right(real_engine: Room, how: str) -> None:
     stop = {
