@@ -20,9 +20,14 @@ def anyio_backend() -> str:
     return "asyncio"  # what happens is the engine's doing
 
 
-TOLD = {"cut": ("killed", "engine"), "lose": ("engine", "runner"), "twice": ("killed",), "late": ("killed", "engine")}
+TOLD = {
+    "cut": ("killed", "engine"),
+    "lose": ("engine", "runner"),
+    "twice": ("killed",),
+    "late": ("killed", "engine", "runner"),
+}
 """By what becomes of the events: the causes that a running call may be told when its container is killed. Where a resync
-comes before the event, it is the engine that has lost the container."""
+comes before the event, it is the engine that has lost the container; where nothing comes in time, a runner is gone."""
 
 
 @pytest.mark.parametrize("how", TOLD)
