@@ -19,6 +19,7 @@ import anyio
 import anyio.lowlevel
 
 from executor import frames
+from executor.channel import keep
 from executor.engine import Channel, Engine
 from executor.frames import Decoder, Frame, ProtocolError, Report
 from executor.news import News
@@ -161,7 +162,7 @@ class ArmedRunner:
             with self.scope:
                 async with self._engine.attach(self._args) as channel, anyio.create_task_group() as tasks:
                     self._channel = channel
-                    tasks.start_soon(self._drain, channel)
+                    tasks.start_soon(keep, channel.receive_stderr, self.stderr)
                     tasks.start_soon(self._send, self._config.payload())
                     try:
                         while self.state is not RunnerState.ENDED and (data := await channel.receive_stdout()):
@@ -176,7 +177,7 @@ class ArmedRunner:
                     except ProtocolError as error:  # caught here: the task group would wrap it
                         self.problem = f"protocol: {error}"
                     tasks.cancel_scope.cancel()
-        except EmberpoolError as error:  # no client could be started, so nothing inside knows of it
+        except (EmberpoolError, OSError) as error:  # no client could be started, so nothing inside knows of it
             self.stderr.add(str(error).encode())
         finally:
             self._channel = None
@@ -185,10 +186,6 @@ class ArmedRunner:
             if self._running is not None:
                 self._running.finish()
             self._changed()
-
-    async def _drain(self, channel: Channel) -> None:
-        while data := await channel.receive_stderr():
-            self.stderr.add(data)
 
     async def _send(self, data: bytes) -> bool:
         """Write to the exec; ``False`` where it is gone, does not take it in time, or holds a torn frame."""
@@ -278,7 +275,7 @@ class ArmedRunner:
             self._running = Running(self._seq, head, stdin, sink.stdout, sink.stderr, sink)
             sink.on_taken = self._running.moved.tell
         self.sweeps = None
-        self.last, self.state = self.state, RunnerState.BUSY
+        self._become(RunnerState.BUSY)
         if self._config.shared:
             self._changed()  # others may begin beside it; where it is alone nobody waits for this
         return self._running

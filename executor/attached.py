@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import anyio
 
+from executor.channel import keep
 from executor.engine import Channel, Engine
 from executor.process import Capped
 
@@ -16,8 +17,6 @@ QUIET = 0.25
 LINGER = 10.0
 """Seconds after which streams that are held open are given up although bytes still come."""
 STDIN_CHUNK = 65_536
-
-_Receive = Callable[[], Awaitable[bytes]]
 
 
 @dataclass(slots=True)
@@ -61,8 +60,8 @@ async def run_attached(
 
             async def read() -> None:
                 async with anyio.create_task_group() as readers:
-                    readers.start_soon(_drain, channel.receive_stdout, end.stdout)
-                    readers.start_soon(_drain, channel.receive_stderr, end.stderr)
+                    readers.start_soon(keep, channel.receive_stdout, end.stdout)
+                    readers.start_soon(keep, channel.receive_stderr, end.stderr)
                 end.code = await channel.wait()
                 end.ended_by = "client"
                 tasks.cancel_scope.cancel()
@@ -73,11 +72,6 @@ async def run_attached(
             tasks.start_soon(read)
     end.duration = anyio.current_time() - began
     return end
-
-
-async def _drain(receive: _Receive, into: Capped) -> None:
-    while data := await receive():
-        into.add(data)
 
 
 async def _feed(channel: Channel, parts: Sequence[bytes]) -> None:

@@ -13,14 +13,14 @@ import secrets
 import struct
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from executor.profile import CALL_ENV, check_argv
-from executor.result import InvalidCall
+from executor.result import EngineUnavailable, InvalidCall
 
 MAX_ARGUMENT = 131_071
 """Bytes that Linux allows in one argument or environment entry (MAX_ARG_STRLEN less its NUL)."""
@@ -167,9 +167,13 @@ def carried(call: Call, *, python: bool, image_env: Iterable[str] = ()) -> Itera
     if call.code is not None:
         raise InvalidCall("the image has no python3, so it runs argv calls only; configure an image with Python")
     lines = [_env_line(key, value) for key, value in {**CALL_ENV, **call.env}.items()]
-    with tempfile.NamedTemporaryFile("w", prefix="emberpool-env-", encoding="utf-8") as file:
-        file.write("".join(lines))
-        file.flush()
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w", prefix="emberpool-env-", encoding="utf-8"))
+            file.write("".join(lines))
+            file.flush()
+        except OSError as error:
+            raise EngineUnavailable(f"the file with a call's environment cannot be written: {error}") from error
         yield (call.stdin,), file.name
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import select
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 
 import anyio
@@ -18,7 +18,7 @@ from anyio.abc import Process
 
 from executor import process
 from executor.engine import Channel
-from executor.process import READ_SIZE
+from executor.process import READ_SIZE, Capped
 
 
 @asynccontextmanager
@@ -47,6 +47,12 @@ async def attached(argv: Sequence[str], env: Mapping[str, str]) -> AsyncIterator
             os.set_blocking(answers[0], False)
             channel = PipeChannel(client, asks, answers[0])
             yield channel
+
+
+async def keep(receive: Callable[[], Awaitable[bytes]], into: Capped) -> None:
+    """Read one stream of a channel to its end, keeping what the cap allows."""
+    while data := await receive():
+        into.add(data)
 
 
 def _close(fds: list[int], fd: int) -> None:

@@ -18,7 +18,7 @@ import structlog
 from anyio.abc import ByteReceiveStream
 
 from executor import process
-from executor.channel import attached
+from executor.channel import attached, keep
 from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
 from executor.process import Finished
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ProfileMismatch
@@ -237,7 +237,7 @@ class CommandLineEngine:
             async with attached([*self.endpoint.argv, "pull", "--", reference], self._env) as channel:
                 await channel.close_stdin()
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_keep, channel, errors)
+                    tasks.start_soon(keep, channel.receive_stderr, errors)
                     data, rest = b"", b""
                     patience.deadline = anyio.current_time() + answer
                     with patience:
@@ -266,11 +266,6 @@ class CommandLineEngine:
     async def tag(self, source: str, reference: str) -> None:
         """Give the image ``source`` the name ``reference`` too. Raises ``ImageMissing``."""
         await self._ask("tag", "--", source, reference, doing=f"naming image {source[:200]}")
-
-
-async def _keep(channel: Channel, into: process.Capped) -> None:
-    while data := await channel.receive_stderr():
-        into.add(data)
 
 
 _PS_FORMAT = '{"i":{{json .ID}},"n":{{json .Names}},"s":{{json .Status}}}'

@@ -68,7 +68,12 @@ class EngineLink:
         while True:
             try:
                 await self._round()
-            except EmberpoolError as error:
+            except (EmberpoolError, OSError) as raised:
+                error = (
+                    raised
+                    if isinstance(raised, EmberpoolError)
+                    else EngineUnavailable(f"the host cannot ask it: {raised}")
+                )
                 failures = 1 if self._up else failures + 1
                 self._hub.connected = self._up = False
                 wait = min(_RETRY_CAP, 0.2 * 2.0 ** min(failures, 10)) * (0.5 + 0.5 * self._shell.jitter())

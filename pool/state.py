@@ -37,10 +37,6 @@ class PoolState(Books):
             self.next_wake = math.inf if wake is None else wake
         return self._effects
 
-    def wake_at(self, now: float) -> float | None:
-        """The next moment at which time alone changes something; ``None`` while only events can."""
-        return wake_at(self, now)
-
     # --- what callers want --------------------------------------------------------------------------------------------
 
     def _on_acquire(self, event: ev.AcquireWanted, now: float) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -60,6 +60,16 @@ class ColdSetting:
 
     workspace: str
     network: str = ""
+
+
+@contextmanager
+def _host_errors(doing: str) -> Iterator[None]:
+    """A want of this host's own (descriptors, disk, memory) as an error like the engine's: tried again, and never the end of
+    the supervisor's tasks."""
+    try:
+        yield
+    except OSError as error:
+        raise EngineUnavailable(f"this host has not what it takes for {doing}: {error}", retry_after=1.0) from error
 
 
 LAST_SWEEP = 5.0
@@ -156,7 +166,8 @@ class Workshop:
         ``stop`` it."""
         link = self._require()
         try:
-            box = self.sandboxes[n] = await self._take_over(n, link) or await self._make(n, link)
+            with _host_errors(f"starting {self.name(n)}"):
+                box = self.sandboxes[n] = await self._take_over(n, link) or await self._make(n, link)
         except ImageMissing:
             await self._renew_image(link)
             raise
@@ -244,7 +255,8 @@ class Workshop:
         name, box = self.name(n), self.sandboxes.pop(n, None)
         if box is not None:
             box.let_go()
-        await self._remove(name)
+        with _host_errors(f"removing {name}"):
+            await self._remove(name)
         self._hub.forget(name)
         self._containers.pop(name, None)
         # Where a start was asked for and never told an ID, the entry stays for a while: the daemon may still carry it out.

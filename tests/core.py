@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from pool import events as ev
 from pool.books import SandboxState, SessionState
+from pool.planning import wake_at
 from pool.state import Phase, PoolState
 
 E = TypeVar("E")
@@ -53,7 +54,7 @@ def check_invariants(state: PoolState, now: float) -> None:
     for waiter in waiters.values():
         assert waiter.deadline > now, f"{waiter} outlived its deadline"
         assert waiter.kind == "cold" or waiter.key in sessions
-    wake = state.wake_at(now)
+    wake = wake_at(state, now)
     assert wake is None or wake > now
     assert state.next_wake <= (math.inf if wake is None else wake), "it would be woken too late"
     standing = [box for box in boxes.values() if box.phase is Phase.STANDBY]
@@ -182,6 +183,6 @@ class Core:
 
     def wake(self) -> list[ev.Effect]:
         """Sleep until the core asks to be woken."""
-        wake = self.state.wake_at(self.now)
+        wake = wake_at(self.state, self.now)
         assert wake is not None, "nothing is waited for"
         return self.feed(ev.Tick(), after=wake - self.now)

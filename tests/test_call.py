@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from executor.call import DEFAULT_PATH, LOADER, MAX_ARGUMENT, Call, base_env, carried, new_token
 from executor.profile import CALL_ENV
-from executor.result import InvalidCall
+from executor.result import EngineUnavailable, InvalidCall
 from tests.wire import request
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="the inside of a container is POSIX")
@@ -338,3 +339,12 @@ def test_request_that_is_cut_off_runs_nothing(kept: int) -> None:
         [sys.executable, *call.client_argv("t")[1:]], input=payload[:kept], capture_output=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (125, b"")
+
+
+def test_file_of_an_environment_that_cannot_be_written_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("executor.call.tempfile.NamedTemporaryFile", full)
+    with pytest.raises(EngineUnavailable, match="No space left"), carried(Call(argv=("true",)), python=False):
+        raise AssertionError("there is no file")

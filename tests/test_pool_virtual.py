@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -554,6 +555,20 @@ async def test_one_container_that_cannot_be_removed_does_not_close_the_pool(
         del engine.always["remove"]
         await anyio.sleep(10)
         assert len(engine.boxes) == 1
+
+
+@pytest.mark.parametrize("operation", ["info", "image", "list", "start", "inspect", "remove"])
+async def test_a_want_of_the_hosts_own_is_a_failure_like_any_other(
+    engine: ScriptedEngine, state_dir: Path, operation: str
+) -> None:
+    error: Any = OSError(errno.EMFILE, "Too many open files")
+    engine.faults[operation] = [Fault(error=error)] * 2
+    async with running(engine, settings_of(state_dir, min_standby=1, resync_interval=5)) as pool:
+        await until(lambda: count(pool, "standby") == 1)
+        session = await pool.acquire("agent", "session", timeout=60)
+        assert (await session.call(code="echo on")).ok
+        await session.close()
+        await until(lambda: not engine.faults[operation] and count(pool, "standby") == len(engine.boxes) == 1)
 
 
 async def test_a_start_whose_name_is_taken_leaves_the_other_container_alone(

@@ -482,14 +482,17 @@ async def test_an_exec_that_the_engine_does_not_make_is_asked_for_again(place: S
 
 
 @VIRTUAL
-async def test_a_client_that_cannot_be_started_is_tried_again(place: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [EngineUnavailable("it cannot be started"), OSError("Too many open files")])
+async def test_a_client_that_cannot_be_started_is_tried_again(
+    place: Site, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     box = await place.start()
     attach, refused = place.engine.attach, list[object]()
 
     def refuse(args: list[str]) -> AbstractAsyncContextManager[Channel]:
         if len(refused) < 3:
             refused.append(args)
-            raise EngineUnavailable("the command 'docker' cannot be started: Too many open files")
+            raise error
         return attach(args)
 
     monkeypatch.setattr(place.engine, "attach", refuse)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RULE_MARKER, RuleBasedStateMachine, initialize, precondition, rule
 
 from pool import events as ev
+from pool.planning import wake_at
 from pool.state import Phase, PoolState
 from tests.core import (
     NO_IMAGE,
@@ -488,7 +489,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def _sleep(self) -> bool:
         """Sleep until ``wake_at``; nothing may have been due in the meantime. False if nobody would wake the pool."""
-        wake = self.state.wake_at(self.now)
+        wake = wake_at(self.state, self.now)
         just_before = self.now + 1000.0 if wake is None else math.nextafter(wake, 0.0)
         if just_before > self.now:
             self.now = just_before
