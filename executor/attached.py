@@ -19,6 +19,25 @@ LINGER = 10.0
 STDIN_CHUNK = 65_536
 
 
+PROVED, REFUSED = b"\x06", b"\x15"
+"""The first byte on the stdout of a call that ``executor/bootstrap.py`` carries out: the boundary is in force, or is not."""
+
+
+class Proven(Capped):
+    """A call's stdout without its first byte, which is ``proof``: ``b""`` until it has come."""
+
+    __slots__ = ("proof",)
+
+    def __init__(self, cap: int) -> None:
+        super().__init__(cap)
+        self.proof = b""
+
+    def add(self, data: bytes) -> None:
+        if not self.proof:
+            self.proof, data = data[:1], data[1:]
+        super().add(data)
+
+
 @dataclass(slots=True)
 class Attached:
     """How an attached client ended: ``client`` (it ended by itself, with ``code``), ``deadline``, ``over`` (the process
@@ -30,6 +49,11 @@ class Attached:
     code: int | None = None
     duration: float = 0.0
 
+    @property
+    def proof(self) -> bytes:
+        """What stands before a call's own output, ``b""`` where nothing does: the call then never began."""
+        return self.stdout.proof if isinstance(self.stdout, Proven) else PROVED
+
 
 async def run_attached(
     engine: Engine,
@@ -40,12 +64,15 @@ async def run_attached(
     max_output: int,
     over: anyio.Event,
     died: anyio.Event,
+    proof: bool = False,
 ) -> Attached:
     """Run one attached client for at most ``timeout`` seconds; whatever ended it, the client is gone on return.
 
-    ``over`` is set when the process inside has ended, ``died`` when its container has.
+    ``over`` is set when the process inside has ended, ``died`` when its container has. With ``proof`` the first byte of
+    stdout is not the call's (``executor/bootstrap.py`` writes it).
     """
-    end, began = Attached(Capped(max_output), Capped(max_output)), anyio.current_time()
+    stdout = Proven(max_output) if proof else Capped(max_output)
+    end, began = Attached(stdout, Capped(max_output)), anyio.current_time()
     with anyio.move_on_after(timeout):
         async with engine.attach(args) as channel, anyio.create_task_group() as tasks:
 

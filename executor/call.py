@@ -136,11 +136,14 @@ class Call:
         code = (self.code or "").encode("utf-8")
         return struct.pack(">II", len(more), len(code)) + more + code
 
-    def payload(self, image_env: Iterable[str] = ()) -> bytes:
-        """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed."""
+    def payload(self, image_env: Iterable[str] = (), *, witness: str = "") -> bytes:
+        """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed.
+
+        ``witness`` is the error number that shows the seccomp profile inside, empty where none is asked for.
+        """
         env = "\0".join(f"{key}={value}" for key, value in {**base_env(image_env), **self.env}.items())
         body = self.code if self.code is not None else "\0".join(self.argv)
-        fields = (f"{self.cwd}\0{self.kind}", env, body)
+        fields = (f"{self.cwd}\0{self.kind}\0{witness}", env, body)
         return _frame(_program()) + b"".join(_frame(text.encode("utf-8")) for text in fields)
 
 
@@ -155,14 +158,16 @@ def base_env(image_env: Iterable[str]) -> dict[str, str]:
 
 
 @contextmanager
-def carried(call: Call, *, python: bool, image_env: Iterable[str] = ()) -> Iterator[tuple[tuple[bytes, ...], str]]:
+def carried(
+    call: Call, *, python: bool, image_env: Iterable[str] = (), witness: str = ""
+) -> Iterator[tuple[tuple[bytes, ...], str]]:
     """How a call gets inside: what to write to the client's stdin, and the path for ``--env-file`` (``""`` for none).
 
     An image without Python has no loader: its calls are argv only, stdin is the call's own, and the environment goes by a
     private file, since no caller's value may enter the environment of the engine's client.
     """
     if python:
-        yield (call.payload(image_env), call.stdin), ""
+        yield (call.payload(image_env, witness=witness), call.stdin), ""
         return
     if call.code is not None:
         raise InvalidCall("the image has no python3, so it runs argv calls only; configure an image with Python")

@@ -11,7 +11,16 @@ from executor.attached import Attached, run_attached
 from executor.call import Call, carried, new_token
 from executor.docker import classify
 from executor.engine import Engine, ImageInfo, NameTaken
-from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, TERM_CODE, exec_result, never_began
+from executor.outcome import (
+    CANNOT_RUN,
+    KILL_CODE,
+    LIMIT_SIGNAL_CODE,
+    NOT_FOUND,
+    TERM_CODE,
+    exec_result,
+    never_began,
+    unproven,
+)
 from executor.profile import ContainerProfile, Identity
 from executor.result import CallResult, EmberpoolError, EngineUnavailable, ProfileMismatch, SandboxDied
 from executor.watch import EventHub, Watch
@@ -60,11 +69,12 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
     argv = call.client_argv(new_token()) if spec.python else call.argv
     ours, tried = True, False
     try:
-        with carried(call, python=spec.python, image_env=(*spec.image.env, *spec.profile.env)) as (stdin, env_file):
+        image_env, witness = (*spec.image.env, *spec.profile.env), spec.profile.witness
+        with carried(call, python=spec.python, image_env=image_env, witness=witness) as (stdin, env_file):
             args = spec.profile.run_args(spec.image.id, *argv, identity=spec.identity, env_file=env_file)
             end = await run_attached(
                 engine, args, stdin=stdin, timeout=call.timeout, max_output=call.max_output,
-                over=anyio.Event(), died=watch.died,
+                over=anyio.Event(), died=watch.died, proof=spec.python,
             )  # fmt: skip
         # Where the name is another container's, nothing was made, and a removal by name would end that other one.
         ours = watch.created or end.code != RUN_FAILED or not isinstance(_refused(end), NameTaken)
@@ -87,6 +97,8 @@ def _outcome(end: Attached, watch: Watch, spec: ColdSpec) -> CallResult:
     if watch.killed and watch.exit_code in (KILL_CODE, TERM_CODE):
         raise SandboxDied("the container was killed under the cold call", cause="killed")
     if watch.exit_code is not None and watch.started:
+        if not oom and (error := unproven(end)):
+            raise error
         limits, cpus = spec.profile.limits, max(1.0, spec.profile.cpus or 1.0)
         cpu = limits.cpu_seconds is not None and end.duration * cpus >= limits.cpu_seconds
         return exec_result(end, exit_code=watch.exit_code, oom=oom, cpu=cpu and watch.exit_code == LIMIT_SIGNAL_CODE)

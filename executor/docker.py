@@ -146,6 +146,7 @@ class CommandLineEngine:
                 env=tuple(config.get("Env") or ()),
                 volumes=tuple(config.get("Volumes") or ()),
                 size=int(first.get("Size") or 0),
+                architecture=str(first.get("Architecture") or ""),
             )
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise EngineFailed(f"the engine's record of image {reference[:200]} has an unknown form") from error

@@ -49,7 +49,8 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageInfo:
-    """An image as the engine holds it; ``id`` is what containers are run by. ``size`` is bytes."""
+    """An image as the engine holds it; ``id`` is what containers are run by. ``size`` is bytes, ``architecture`` the
+    manifest's word for the machine (``amd64``)."""
 
     id: str
     digests: tuple[str, ...] = ()
@@ -57,6 +58,7 @@ class ImageInfo:
     env: tuple[str, ...] = ()
     volumes: tuple[str, ...] = ()
     size: int = 0
+    architecture: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 
-from executor.attached import Attached
-from executor.result import CallResult
+from executor.attached import PROVED, REFUSED, Attached
+from executor.process import one_line
+from executor.result import CallResult, EmberpoolError, EngineFailed, ProfileMismatch
 
 LIMIT_SIGNAL_CODE = 128 + int(getattr(signal, "SIGXCPU", 24))
 KILL_CODE, TERM_CODE = 128 + 9, 128 + 15
@@ -27,6 +28,19 @@ def never_began(end: Attached) -> CallResult:
         stderr_total=end.stdout.total + end.stderr.total,
         duration=end.duration,
     )
+
+
+def unproven(end: Attached) -> EmberpoolError | None:
+    """Why a call that ended by itself never began: what carries it out did not first say that the boundary is in force."""
+    if end.proof == PROVED:
+        return None
+    if end.proof == REFUSED:
+        return ProfileMismatch(
+            "the strict seccomp profile is not in force in the container, and the call never began: the engine or its runtime "
+            'ignores the profile; use another one, or set sandbox.seccomp = "engine"'
+        )
+    said = one_line(bytes(end.stderr.kept))[-300:]
+    return EngineFailed(f"the image's python3 did not take the call, which never began: {said or 'it said nothing'}")
 
 
 def exec_result(

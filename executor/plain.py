@@ -16,7 +16,7 @@ from executor.attached import Attached, run_attached
 from executor.call import Call, carried, new_token
 from executor.docker import classify
 from executor.engine import Engine
-from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, exec_result, never_began
+from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, exec_result, never_began, unproven
 from executor.profile import exec_args
 from executor.result import CallResult, EmberpoolError, EngineUnavailable, SandboxDied
 from executor.watch import EventHub, ExecWatch, Watch
@@ -38,6 +38,7 @@ class PlainExec:
     user: str
     python: bool
     image_env: tuple[str, ...]
+    witness: str
     cpu_seconds: int | None
     cpus: float
     poison: Callable[[str], None]
@@ -51,11 +52,11 @@ class PlainExec:
             raise self._died(started=False)
         watch, ooms = self.watch.expect(argv), self.watch.ooms
         try:
-            with carried(call, python=self.python, image_env=self.image_env) as (stdin, env_file):
+            with carried(call, python=self.python, image_env=self.image_env, witness=self.witness) as (stdin, env_file):
                 args = exec_args(self.watch.name, argv, user=self.user, env_file=env_file)
                 end = await run_attached(
                     self.engine, args, stdin=stdin, timeout=call.timeout, max_output=call.max_output,
-                    over=watch.ended, died=self.watch.died,
+                    over=watch.ended, died=self.watch.died, proof=self.python,
                 )  # fmt: skip
             return await self._outcome(end, watch, ooms)
         except anyio.get_cancelled_exc_class():
@@ -76,6 +77,9 @@ class PlainExec:
             return never_began(end)
         if watch.exit_code is None:
             raise await self._no_exit(end, watch)
+        if self.watch.ooms == ooms and (error := unproven(end)):
+            await self.kill("runner")
+            raise error
         if end.ended_by == "over":
             # The call's own process has ended; what still holds its streams was left running and must not live on.
             await self.kill("lingering")

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from executor.seccomp import STRICT_PROFILE, WITNESS_ERRNO
+
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}\Z")
 _USER = re.compile(r"[0-9]{1,10}(:[0-9]{1,10})?\Z|[a-z_][a-z0-9_-]{0,31}(:[a-z_][a-z0-9_-]{0,31})?\Z")
 _ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -75,7 +77,8 @@ class ContainerProfile:
     ``user`` is ``""`` for the image's own or a numeric ``uid:gid``. ``mounts`` are ``-v`` specs (absolute source,
     absolute target, options) and nothing is mounted implicitly. ``env`` holds ``KEY=VALUE`` that the caller has already
     filtered; it shows in the engine's client argv, so it is for the profile's own variables: a call's environment travels
-    by stdin. Source: memo 3.1 and 3.2.
+    by stdin. ``seccomp`` is ``"strict"`` (our own profile, see ``executor.seccomp``), ``"engine"`` (the engine's default), or
+    the absolute path of another profile. Source: memo 3.1 and 3.2.
     """
 
     network: str = "none"
@@ -89,7 +92,7 @@ class ContainerProfile:
     cpus: float | None = 1.0
     cpu_limit: bool = True
     runtime: str = ""
-    seccomp: str = ""
+    seccomp: str = "strict"
     cgroup_parent: str = ""
 
     def __post_init__(self) -> None:
@@ -113,12 +116,27 @@ class ContainerProfile:
                 raise ValueError(f"env entry {key[:40]!r} must be KEY=VALUE with a key that matches {_ENV_KEY.pattern}")
         if self.runtime and not _WORD.match(self.runtime):
             raise ValueError(f"runtime {self.runtime[:40]!r} must match {_WORD.pattern}")
-        if self.seccomp and (not self.seccomp.startswith("/") or _has_control(self.seccomp)):
+        if self.seccomp not in ("strict", "engine") and (
+            not self.seccomp.startswith("/") or _has_control(self.seccomp)
+        ):
             raise ValueError(
-                f"seccomp {self.seccomp[:40]!r} must be the absolute path of a profile; it cannot be turned off"
+                f'seccomp {self.seccomp[:40]!r} must be "strict", "engine" (its default profile) or the absolute path of a '
+                "profile; it cannot be turned off"
             )
         if self.cgroup_parent and not re.match(r"/?[a-zA-Z0-9][a-zA-Z0-9_.-]*\Z", self.cgroup_parent):
             raise ValueError(f"cgroup_parent {self.cgroup_parent[:40]!r} must be one plain name")
+
+    @property
+    def seccomp_file(self) -> str:
+        """The path of the seccomp profile that the engine's client reads; empty for the engine's own default."""
+        if self.seccomp == "strict":
+            return str(STRICT_PROFILE)
+        return "" if self.seccomp == "engine" else self.seccomp
+
+    @property
+    def witness(self) -> str:
+        """The error number that shows the strict seccomp profile from inside; empty where another one is asked for."""
+        return str(WITNESS_ERRNO) if self.seccomp == "strict" else ""
 
     def run_args(self, image: str, *argv: str, identity: Identity | None = None, env_file: str = "") -> list[str]:
         """The argv (without the engine's binary) of a disposable container that runs ``argv`` attached to stdin."""
@@ -177,8 +195,8 @@ class ContainerProfile:
         args += ["--log-driver", "none", "--pull", "never", "--no-healthcheck"]
         if self.runtime:
             args += ["--runtime", self.runtime]
-        if self.seccomp:
-            args += ["--security-opt", f"seccomp={self.seccomp}"]
+        if self.seccomp_file:
+            args += ["--security-opt", f"seccomp={self.seccomp_file}"]
         if self.cgroup_parent:
             args += ["--cgroup-parent", self.cgroup_parent]
         return args

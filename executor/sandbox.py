@@ -13,11 +13,13 @@ import structlog
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from executor import witness
 from executor.armed import RunnerConfig
 from executor.attached import Attached, run_attached
 from executor.call import Call, base_env
 from executor.docker import classify
 from executor.engine import ContainerGone, Engine, ImageInfo
+from executor.outcome import CANNOT_RUN
 from executor.plain import PlainExec
 from executor.profile import ContainerProfile, Identity, exec_args
 from executor.result import (
@@ -39,6 +41,7 @@ log = structlog.get_logger("emberpool.sandbox")
 
 PROBE_TIMEOUT = 15.0
 TOOL_PLACE = "/tool"
+WITNESS_FILE = "witness"
 KILL_TIMEOUT = 5.0
 
 
@@ -101,6 +104,7 @@ class Sandbox:
             user=spec.user,
             python=python,
             image_env=image_env,
+            witness=spec.profile.witness if spec.seccomp else "",
             cpu_seconds=limits.cpu_seconds if spec.profile.cpu_limit else None,
             cpus=spec.profile.cpus or 1.0,
             poison=self._poison,
@@ -204,7 +208,8 @@ class Sandbox:
         texts = (
             {key: value for key, value in files.items() if isinstance(value, str)} if isinstance(files, dict) else {}
         )
-        require([*own, *check_files(texts, spec.profile, user=spec.user, seccomp=spec.seccomp)])
+        inside = check_files(texts, spec.profile, user=spec.user, seccomp=spec.seccomp, witness=facts.get("witness"))
+        require([*own, *inside])
         if facts["alone"] is not True:
             # Somebody's exec by hand, or what an earlier call left: the boundary stands, but this sandbox is not fit.
             raise SandboxDied("a process of unknown origin was found in the sandbox", cause="runner", started=False)
@@ -272,8 +277,11 @@ async def start_sandbox(
         return await _armed(engine, hub, spec, container, tasks)
     inside = await _ask_inside(engine, hub, spec, probe_argv())
     require(
-        check_inside(bytes(inside.stdout.kept), spec.profile, user=spec.user, nonce=spec.nonce, seccomp=spec.seccomp)
-    )
+        check_inside(
+            bytes(inside.stdout.kept), spec.profile, user=spec.user, nonce=spec.nonce, seccomp=spec.seccomp,
+            witness=await _ask_witness(engine, hub, spec),
+        )
+    )  # fmt: skip
     if python is None:
         answer = await _ask_inside(engine, hub, spec, ("python3", "-I", "-B", "-c", "print(1)"))
         python = bytes(answer.stdout.kept) == b"1\n"
@@ -307,6 +315,20 @@ async def _armed(engine: Engine, hub: EventHub, spec: SandboxSpec, container: st
         box.let_go()
         raise
     return box
+
+
+async def _ask_witness(engine: Engine, hub: EventHub, spec: SandboxSpec) -> int | None:
+    """The error number by which the strict seccomp profile is recognised, asked by a program of our own; ``None`` where it
+    could not be run, or need not be."""
+    machine_code = witness.program(spec.image.architecture)
+    if not spec.seccomp or spec.profile.seccomp != "strict" or not machine_code:
+        return None
+    file = anyio.Path(spec.staging) / WITNESS_FILE
+    await file.write_bytes(machine_code)
+    await file.chmod(0o755)
+    end = await _ask_inside(engine, hub, spec, (f"{TOOL_PLACE}/{WITNESS_FILE}",))
+    # 126 and above are what an engine says of a program that it could not run, or that was killed.
+    return end.code if end.code is not None and end.code < CANNOT_RUN else None
 
 
 async def _ask_inside(engine: Engine, hub: EventHub, spec: SandboxSpec, argv: tuple[str, ...]) -> Attached:

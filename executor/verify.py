@@ -6,6 +6,7 @@ Flags alone prove nothing (a rootless engine was seen to ignore a limit silently
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from executor.engine import ImageInfo
 from executor.profile import WRITABLE_BESIDES_TMP, ContainerProfile
 from executor.result import ProfileMismatch
+from executor.seccomp import WITNESS_ERRNO, strict_profile
 
 Verdict = Literal["equal", "weaker", "unreadable"]
 
@@ -93,12 +95,12 @@ def _inspect_points(
     allowed = {"no-new-privileges", "no-new-privileges:true", "no-new-privileges=true"}
     yield point("no-new-privileges", True, bool(allowed.intersection(options)))
     odd = [option for option in options if option not in allowed and not option.startswith("seccomp")]
-    odd += [
-        option for option in options if option.startswith("seccomp") and (not profile.seccomp or "unconfined" in option)
-    ]
+    filters = [option.partition("=")[2] for option in options if option.startswith("seccomp")]
+    if not profile.seccomp_file:
+        odd += [f"seccomp={text[:40]}" for text in filters]
     yield point("security options besides", [], odd)
-    if profile.seccomp:
-        yield point("seccomp profile", True, any(option.startswith("seccomp") for option in options))
+    if profile.seccomp_file:
+        yield _seccomp_point(profile, filters)
     yield point("pids limit", profile.pids, host["PidsLimit"])
     yield point("tmpfs", ["/tmp"], sorted(host.get("Tmpfs") or ()))  # noqa: S108 - the container's own /tmp
     if limits.memory_mb is not None:
@@ -142,6 +144,15 @@ def _inspect_points(
     yield point("labels missing", [], missing)
 
 
+def _seccomp_point(profile: ContainerProfile, filters: Sequence[str]) -> Finding:
+    """What the record says of the seccomp profile: docker keeps its content, podman its path."""
+    text = filters[0] if len(filters) == 1 else ""
+    equal = text == profile.seccomp_file or text.startswith("{")
+    if profile.seccomp == "strict" and text.startswith("{"):
+        equal = json.loads(text) == strict_profile()
+    return Finding("seccomp profile", profile.seccomp, [one[:40] for one in filters], "equal" if equal else "weaker")
+
+
 def mount_facts(profile: ContainerProfile, staging: str) -> Iterator[tuple[str, str, bool]]:
     """(source, target, writable) of every mount that the profile asks for."""
     if staging:
@@ -166,7 +177,7 @@ def _quota(host: Mapping[str, Any]) -> int:
 
 
 def check_inside(
-    output: bytes, profile: ContainerProfile, *, user: str, nonce: str, seccomp: bool = True
+    output: bytes, profile: ContainerProfile, *, user: str, nonce: str, seccomp: bool = True, witness: object
 ) -> list[Finding]:
     """Compare what a probe (``probe_argv``) read inside a container with the profile. ``user`` is the calls' ``uid:gid``."""
     parts = output.split(nonce.encode() + b"\n")
@@ -175,17 +186,29 @@ def check_inside(
     text = [part.decode("utf-8", "replace") for part in parts[1:-1]]
     if len(text) != len(INSIDE_FILES):
         return [Finding("probe", f"{len(INSIDE_FILES)} files", f"{len(text)} parts", "unreadable")]
-    return check_files(dict(zip(INSIDE_FILES, text, strict=True)), profile, user=user, seccomp=seccomp)
+    files = dict(zip(INSIDE_FILES, text, strict=True))
+    return check_files(files, profile, user=user, seccomp=seccomp, witness=witness)
 
 
 def check_files(
-    files: Mapping[str, str], profile: ContainerProfile, *, user: str, seccomp: bool = True
+    files: Mapping[str, str], profile: ContainerProfile, *, user: str, seccomp: bool = True, witness: object
 ) -> list[Finding]:
-    """Compare the contents of ``INSIDE_FILES``, as a runner's hello tells them, with the profile."""
+    """Compare the contents of ``INSIDE_FILES``, as a runner's hello tells them, with the profile.
+
+    ``witness`` is the error number that ``getpriority(WITNESS_WHICH, 0)`` gave inside, ``None`` where nobody could ask.
+    ``seccomp`` is false for a runtime that has a kernel of its own and no seccomp to show.
+    """
     try:
-        return list(_inside_points(files, profile, user, seccomp))
+        return [*_inside_points(files, profile, user, seccomp), *_witness_point(profile, seccomp, witness)]
     except (LookupError, ValueError) as error:
         return [Finding("probe", "files of a known form", repr(error), "unreadable")]
+
+
+def _witness_point(profile: ContainerProfile, seccomp: bool, witness: object) -> Iterator[Finding]:
+    """That the strict profile is in force: "Seccomp: 2" says only that some filter is."""
+    if seccomp and profile.seccomp == "strict":
+        verdict: Verdict = "equal" if witness == WITNESS_ERRNO else "unreadable" if witness is None else "weaker"
+        yield Finding("strict seccomp profile in force", WITNESS_ERRNO, witness, verdict)
 
 
 def _inside_points(files: Mapping[str, str], profile: ContainerProfile, user: str, seccomp: bool) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ def check_host(settings: Settings, host_memory_bytes: int) -> list[str]:
     for index, spec in enumerate(sandbox.mounts):
         if text := _check_source(spec, sandbox.user):
             problems.append(Problem(f"sandbox.mounts[{index}]", text))
-    if sandbox.seccomp and not Path(sandbox.seccomp).is_file():
+    if sandbox.seccomp.startswith("/") and not Path(sandbox.seccomp).is_file():
         problems.append(Problem("sandbox.seccomp", f"there is no file {plain(sandbox.seccomp, 300)} on this host"))
     if sandbox.binary and shutil.which(sandbox.binary) is None:
         problems.append(Problem("sandbox.binary", f"there is no command {plain(sandbox.binary, 300)} on this host"))

@@ -76,7 +76,7 @@ class SandboxSettings(Section):
     file_size_mb: int = Field(default=64, ge=1, le=1_048_576)
     pids: int = Field(default=128, ge=16, le=4_194_304)
     tmpfs_mb: int = Field(default=64, ge=1, le=1_048_576)
-    seccomp: str = ""
+    seccomp: str = "strict"
     preload: StringList = ()
     python_tools: PythonTools = "container"
     limits_strict: bool = True

@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
+from executor import seccomp
 from executor.engine import Engine, EngineInfo, ImageInfo
 from executor.profile import ContainerProfile, Limits
 from pool.config import Settings
@@ -49,6 +50,7 @@ def connection(settings: Settings, engine: Engine, info: EngineInfo, image: Imag
     profile, box = shared_profile(settings, info, pool_id), settings.sandbox
     facts = {
         "profile": asdict(profile),
+        "seccomp": _seccomp_digest(profile),
         "image": image.id,
         "user": box.user,
         "uids": str(box.uid_range),
@@ -56,6 +58,14 @@ def connection(settings: Settings, engine: Engine, info: EngineInfo, image: Imag
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
     return Connection(engine, info, image, profile, digest)
+
+
+def _seccomp_digest(profile: ContainerProfile) -> str:
+    """A hash of the seccomp profile's content: a file can change, and so can our own from release to release."""
+    try:
+        return seccomp.digest(profile.seccomp_file) if profile.seccomp_file else ""
+    except OSError:
+        return ""  # the engine's client says what is wrong with it
 
 
 def lifetime(settings: Settings) -> float:

@@ -215,7 +215,7 @@ def main() -> None:
     except EmberpoolError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        print("interrupted; the pool was closed and its containers removed", file=sys.stderr)  # noqa: T201 - the last word
+        print("interrupted; the pool was closed and its containers removed", file=sys.stderr)
         sys.exit(130)
 
 

@@ -18,9 +18,11 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectSendStream
 
+from executor.attached import PROVED, REFUSED
 from executor.call import LOADER
 from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing
+from executor.seccomp import WITNESS_ERRNO
 from tests.scripted_box import (
     Asked,
     Pipe,
@@ -37,7 +39,7 @@ from tests.scripted_box import (
 from tests.scripted_runner import Misdeed, ProgramEnded, ScriptedRunner, runner_program
 
 EPOCH = 1_700_000_000
-IMAGE = ImageInfo(id="sha256:" + "a" * 64, env=("PATH=/usr/bin",))
+IMAGE = ImageInfo(id="sha256:" + "a" * 64, env=("PATH=/usr/bin",), architecture="amd64")
 DEADLINES = defaultdict(lambda: 15.0, start=60.0)
 """Seconds after which an operation that hangs is given up, as a real engine's client is."""
 UNREACHABLE = "Cannot connect to the Docker daemon at unix:///scripted. Is the docker daemon running?"
@@ -95,6 +97,7 @@ class ScriptedEngine:
         self.patch: Callable[[dict[str, Any]], None] = lambda record: None
         self.inside: Callable[[bytes], bytes] = lambda output: output
         self.hello: Callable[[dict[str, Any]], None] = lambda facts: None
+        self.proof, self.witness = PROVED, WITNESS_ERRNO
         self.misdeeds: defaultdict[str, list[Misdeed]] = defaultdict(list)
         self.runners: list[ScriptedRunner] = []
         self.gates: set[str] = set()
@@ -413,6 +416,8 @@ class ScriptedEngine:
         if argv[0] == "cat" and len(argv) > 2:
             channel.stdout.write(self.inside(probe_output(box.words, user, argv)))
             return 1
+        if argv[0] == "/tool/witness":
+            return self.witness
         if argv[0] == "python3" and argv[-1] == "print(1)":
             channel.stdout.write(b"1\n" if self.python else b"")
             return 0 if self.python else 127
@@ -422,6 +427,9 @@ class ScriptedEngine:
             if program == runner_program():
                 return await self._runner(channel, box, user, special, exec_id)
             asked = Asked("exit 125") if program is None else await read_request(channel.stdin)
+            channel.stdout.write(self.proof if program is not None else b"")
+            if self.proof == REFUSED:
+                return 126
         box.busy += 1
         try:
             return await run_steps(asked, channel, special)

@@ -20,9 +20,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executor.attached import PROVED, REFUSED
 from executor.call import DEFAULT_PATH, LOADER, MAX_ARGUMENT, Call, base_env, carried, new_token
 from executor.profile import CALL_ENV
 from executor.result import EngineUnavailable, InvalidCall
+from executor.seccomp import WITNESS_ERRNO
 from tests.wire import request
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="the inside of a container is POSIX")
@@ -130,7 +132,7 @@ def test_payload_carries_the_request_and_nothing_else(rest: list[str], code: str
         program, place, told, body = frames(call.payload(image_env))
         assert program.endswith(b"main()\n")
         expected = {"PATH": "/image/bin", "A-OF-IMAGE": "1=2", **CALL_ENV, **env}
-        assert place == f"/tmp\0{call.kind}".encode()
+        assert place == f"/tmp\0{call.kind}\0".encode()
         assert dict(item.split("=", 1) for item in told.decode().split("\0")) == expected
         assert body.decode() == part
         asked = request(call.request())
@@ -179,7 +181,10 @@ def inside(call: Call, *, stdin: bytes | None = None, **more: Any) -> subprocess
     argv = [sys.executable, *call.client_argv("token")[1:]]
     data = call.payload([f"PATH={os.environ['PATH']}"]) + (call.stdin if stdin is None else stdin)
     env = {"HTTP_PROXY": "http://user:secret@proxy", "LC_CTYPE": "C", "PATH": "/nowhere"}
-    return subprocess.run(argv, input=data, capture_output=True, timeout=60, check=False, env=env, **more)
+    done = subprocess.run(argv, input=data, capture_output=True, timeout=60, check=False, env=env, **more)
+    assert done.stdout[:1] == PROVED  # before anything of the call's own
+    done.stdout = done.stdout[1:]
+    return done
 
 
 @posix
@@ -201,7 +206,7 @@ def test_stdin_arrives_in_pieces_of_any_size() -> None:
     for cut in [*range(0, 40), *range(40, len(data), 1009)]:
         end = cut + 1 if cut < 40 else cut + 1009
         child.stdin.write(data[cut:end])
-    assert child.communicate()[0].decode() == "100000 é\n"
+    assert child.communicate()[0] == PROVED + "100000 é\n".encode()
     assert child.returncode == 0
 
 
@@ -338,7 +343,17 @@ def test_request_that_is_cut_off_runs_nothing(kept: int) -> None:
     done = subprocess.run(
         [sys.executable, *call.client_argv("t")[1:]], input=payload[:kept], capture_output=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout) == (125, b"")
+    assert (done.returncode, done.stdout.removeprefix(PROVED)) == (125, b"")
+
+
+@posix
+def test_call_whose_boundary_is_not_in_force_runs_nothing() -> None:
+    call = Call(code="print('ran')")
+    done = subprocess.run(
+        [sys.executable, *call.client_argv("t")[1:]],
+        input=call.payload(witness=str(WITNESS_ERRNO)), capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (126, REFUSED, b"")
 
 
 def test_file_of_an_environment_that_cannot_be_written_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from executor import frames
 from executor.frames import Decoder, Frame, ProtocolError, Report, call_header, encode, parse_object, parse_report
 from executor.profile import ContainerProfile
+from executor.seccomp import WITNESS_ERRNO
 from executor.verify import INSIDE_FILES, check_files
 from tests.wire import call_header as wire_header
 from tests.wire import report
@@ -212,5 +213,5 @@ def test_a_calls_header_round_trips(timeout: float, grace: float, most: int, cre
 @example(dict.fromkeys(INSIDE_FILES, "CapInh:\tzz\nUid:\t\n - \n"))
 @example(dict.fromkeys(INSIDE_FILES, "1 0 0:1 / / ro - "))
 def test_any_files_of_a_hello_are_judged_and_none_of_them_passes(files: dict[str, str]) -> None:
-    findings = check_files(files, ContainerProfile(), user="1:1")
+    findings = check_files(files, ContainerProfile(), user="1:1", witness=WITNESS_ERRNO)
     assert [finding for finding in findings if finding.verdict != "equal"]

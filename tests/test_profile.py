@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.profile import ContainerProfile, Identity, Limits, check_mount, exec_args
+from executor.seccomp import STRICT_PROFILE
 from tests.flags import EXEC_FLAGS, RUN_FLAGS, Parsed, parse
 
 MEMO = [
@@ -43,7 +44,8 @@ LIMITS = [
     "--memory-swap",
     "512m",
 ]
-TIGHTER = ["--ulimit", "core=0", "--log-driver", "none", "--pull", "never", "--no-healthcheck"]
+UNCONFIGURED = ["--ulimit", "core=0", "--log-driver", "none", "--pull", "never", "--no-healthcheck"]
+TIGHTER = [*UNCONFIGURED, "--security-opt", f"seccomp={STRICT_PROFILE}"]
 ENV = ["--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1"]
 UNLIMITED = Limits(cpu_seconds=None, memory_mb=None, open_files=None, file_size_mb=None)
 
@@ -78,7 +80,7 @@ def test_every_field_set_word_for_word() -> None:
         "--workdir", "/srv/work dir", "--user", "1000:1001",
         "--memory", "256m", "--cpus", "0.25",
         "--ulimit", "nofile=64", "--ulimit", "fsize=1048576", "--ulimit", "cpu=5:6", "--memory-swap", "256m",
-        *TIGHTER, "--runtime", "runsc", "--security-opt", "seccomp=/etc/seccomp.json", "--cgroup-parent", "/emberpool-1",
+        *UNCONFIGURED, "--runtime", "runsc", "--security-opt", "seccomp=/etc/seccomp.json", "--cgroup-parent", "/emberpool-1",
         "--entrypoint", "", "--name", "box-1", "--label", "a.key=1 2", "--label", "b.key=2", "--init", "--env-file", "/run/env",
         "--env", "A=1", "--env", "B=two words", "--env", "C=", "img@sha256:ab", "x", "", "-v",
     ]  # fmt: skip
@@ -227,7 +229,7 @@ def expected_run(
     optional = {
         "user": profile.user,
         "runtime": profile.runtime,
-        "security-opt": f"seccomp={profile.seccomp}" if profile.seccomp else "",
+        "security-opt": f"seccomp={profile.seccomp_file}" if profile.seccomp_file else "",
         "cgroup-parent": profile.cgroup_parent,
     }
     return flags + [(key, value) for key, value in optional.items() if value]

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executor.attached import PROVED
 from executor.call import Call
 from executor.result import CallResult, InvalidCall
 from executor.tool import MAX_ERROR, Tool, ToolResult, encode_arguments, tool_code, tool_result
@@ -173,7 +174,8 @@ def run(tool: Tool, arguments: object = (), *, loader: bool = False, root: Path 
     argv = call.client_argv("token")[1:] if loader else ("-I", "-B", "-c", code)
     data = call.payload([f"PATH={os.environ['PATH']}"]) + call.stdin if loader else call.stdin
     done = subprocess.run([PYTHON, *argv], input=data, capture_output=True, timeout=60, check=False, env=ENV)
-    return tool_result(tool, ended(done.returncode, done.stdout, done.stderr))
+    stdout = done.stdout.removeprefix(PROVED) if loader else done.stdout
+    return tool_result(tool, ended(done.returncode, stdout, done.stderr))
 
 
 def ended(code: int | None, stdout: bytes = b"", stderr: bytes = b"", **changes: Any) -> CallResult:

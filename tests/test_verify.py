@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from executor.engine import ImageInfo
 from executor.profile import ContainerProfile, Limits
 from executor.result import ProfileMismatch
+from executor.seccomp import STRICT_PROFILE, WITNESS_ERRNO, strict_profile
 from executor.verify import INSIDE_FILES, Finding, check_inside, check_inspect, mount_facts, probe_argv, require
 
 DATA = Path(__file__).with_name("data")
 META = json.loads((DATA / "docker_meta.json").read_text())
 RECORD = json.loads((DATA / "docker_inspect.json").read_text())
+RECORD["HostConfig"]["SecurityOpt"].append(f"seccomp={json.dumps(strict_profile(), separators=(',', ':'))}")
 INSIDE = (DATA / "docker_inside.txt").read_text()
 PROFILE = ContainerProfile(user=META["keeper"])
 IMAGE = ImageInfo(id=META["image_id"], env=tuple(META["image_env"]))
@@ -31,7 +33,7 @@ def inspected(facts: Any, profile: ContainerProfile = PROFILE, image: ImageInfo 
 
 
 def looked(text: str, profile: ContainerProfile = PROFILE, user: str = META["user"]) -> list[Finding]:
-    return check_inside(text.encode(), profile, user=user, nonce=META["nonce"])
+    return check_inside(text.encode(), profile, user=user, nonce=META["nonce"], witness=WITNESS_ERRNO)
 
 
 def bad(findings: list[Finding]) -> dict[str, str]:
@@ -48,6 +50,7 @@ def test_recorded_docker_sandbox_is_equal_at_every_point() -> None:
 
 def test_recorded_podman_sandbox_differs_only_where_podman_adds_writable_places() -> None:
     facts = json.loads((DATA / "podman_inspect.json").read_text())[0]
+    facts["HostConfig"]["SecurityOpt"].append(f"seccomp={STRICT_PROFILE}")  # podman keeps the path
     image = ImageInfo(id=facts["Image"], env=("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",))
     assert bad(inspected(facts, image=image)) == {"tmpfs": "weaker"}
     inside = (DATA / "podman_inside.txt").read_text()
@@ -89,9 +92,15 @@ WEAKER: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
     "capability added": ("capabilities added", put(HOST, "CapAdd", value=["NET_ADMIN"])),
     "capabilities kept": ("capabilities dropped", put(HOST, "CapDrop", value=None)),
     "one capability dropped": ("capabilities dropped", put(HOST, "CapDrop", value=["NET_RAW"])),
-    "new privileges": ("no-new-privileges", put(HOST, "SecurityOpt", value=[])),
-    "new privileges, said so": ("no-new-privileges", put(HOST, "SecurityOpt", value=None)),
-    "seccomp off": ("security options besides", add(HOST, "SecurityOpt", value="seccomp=unconfined")),
+    "new privileges": ("no-new-privileges", put(HOST, "SecurityOpt", value=RECORD[HOST]["SecurityOpt"][1:])),
+    "seccomp off": ("seccomp profile", put(HOST, "SecurityOpt", 1, value="seccomp=unconfined")),
+    "seccomp off besides": ("seccomp profile", add(HOST, "SecurityOpt", value="seccomp=unconfined")),
+    "seccomp of the engine": ("seccomp profile", put(HOST, "SecurityOpt", value=["no-new-privileges"])),
+    "seccomp of another list": (
+        "seccomp profile",
+        put(HOST, "SecurityOpt", 1, value='seccomp={"defaultAction":"SCMP_ACT_ALLOW"}'),
+    ),
+    "seccomp of another file": ("seccomp profile", put(HOST, "SecurityOpt", 1, value="seccomp=/etc/seccomp.json")),
     "apparmor off": ("security options besides", add(HOST, "SecurityOpt", value="apparmor=unconfined")),
     "label off": ("security options besides", add(HOST, "SecurityOpt", value="label=disable")),
     "more pids": ("pids limit", put(HOST, "PidsLimit", value=256)),
@@ -140,6 +149,13 @@ def test_each_weakening_of_a_record_flips_its_own_point(case: str) -> None:
     assert bad(inspected(facts)) == {point: "weaker"}
 
 
+@pytest.mark.parametrize("options", [None, [], ["no-new-privileges:false"]])
+def test_record_without_security_options_lacks_both(options: list[str] | None) -> None:
+    facts = copy.deepcopy(RECORD)
+    facts[HOST]["SecurityOpt"] = options
+    assert {"no-new-privileges", "seccomp profile"} <= set(bad(inspected(facts)))
+
+
 def test_leaked_value_is_not_repeated_in_the_refusal() -> None:
     facts = copy.deepcopy(RECORD)
     facts["Config"]["Env"].append("HTTP_PROXY=http://user:secret@proxy")
@@ -149,7 +165,6 @@ def test_leaked_value_is_not_repeated_in_the_refusal() -> None:
 
 
 ASKED: dict[str, tuple[str, ContainerProfile]] = {
-    "seccomp profile": ("seccomp profile", replace(PROFILE, seccomp="/etc/seccomp.json")),
     "runtime": ("runtime", replace(PROFILE, runtime="runsc")),
     "ulimit fsize": ("ulimit fsize", replace(PROFILE, limits=Limits(file_size_mb=1))),
     "ulimit cpu": ("ulimit cpu", replace(PROFILE, limits=Limits(cpu_seconds=1))),
@@ -166,10 +181,34 @@ def test_what_a_profile_asks_besides_must_be_in_the_record(case: str) -> None:
 def test_asked_seccomp_profile_is_accepted_and_unconfined_is_not() -> None:
     profile = replace(PROFILE, seccomp="/etc/seccomp.json")
     facts = copy.deepcopy(RECORD)
-    facts[HOST]["SecurityOpt"].append('seccomp={"defaultAction":"SCMP_ACT_ERRNO"}')
+    for kept in ('{"defaultAction":"SCMP_ACT_ERRNO"}', "/etc/seccomp.json"):
+        facts[HOST]["SecurityOpt"][1:] = [f"seccomp={kept}"]
+        assert bad(inspected(facts, profile)) == {}
+    facts[HOST]["SecurityOpt"][1:] = ["seccomp=unconfined"]
+    assert bad(inspected(facts, profile)) == {"seccomp profile": "weaker"}
+
+
+def test_engine_profile_allows_no_option_of_its_own() -> None:
+    profile = replace(PROFILE, seccomp="engine")
+    facts = copy.deepcopy(RECORD)
+    facts[HOST]["SecurityOpt"][1:] = []
     assert bad(inspected(facts, profile)) == {}
-    facts[HOST]["SecurityOpt"][-1] = "seccomp=unconfined"
+    facts[HOST]["SecurityOpt"].append("seccomp=unconfined")
     assert bad(inspected(facts, profile)) == {"security options besides": "weaker"}
+
+
+@pytest.mark.parametrize(
+    ("witness", "verdict"), [(None, "unreadable"), (0, "weaker"), (1, "weaker"), (22, "weaker"), ("76", "weaker")]
+)
+def test_strict_profile_is_in_force_only_where_its_own_question_is_answered(witness: object, verdict: str) -> None:
+    def asked(profile: ContainerProfile, *, seccomp: bool = True) -> dict[str, str]:
+        return bad(
+            check_inside(INSIDE.encode(), profile, user=META["user"], nonce="NONCE", seccomp=seccomp, witness=witness)
+        )
+
+    assert asked(PROFILE) == {"strict seccomp profile in force": verdict}
+    assert asked(replace(PROFILE, seccomp="engine")) == {}
+    assert asked(PROFILE, seccomp=False) == {}  # a runtime with a kernel of its own has no filter to show
 
 
 def test_cpus_are_accepted_as_a_quota_too() -> None:
@@ -272,7 +311,8 @@ def test_each_weakening_inside_flips_its_own_point(case: str) -> None:
 
 def test_seccomp_is_left_out_only_where_a_runtime_cannot_show_it() -> None:
     text = line("Seccomp:", "")(INSIDE)
-    assert bad(check_inside(text.encode(), PROFILE, user=META["user"], nonce="NONCE", seccomp=False)) == {}
+    found = check_inside(text.encode(), PROFILE, user=META["user"], nonce="NONCE", seccomp=False, witness=None)
+    assert bad(found) == {}
 
 
 def test_user_of_the_image_is_checked_as_far_as_its_name_tells() -> None:
@@ -349,7 +389,7 @@ def test_no_foreign_record_is_equal(facts: Any) -> None:
 def test_no_answer_from_inside_makes_the_check_raise(junk: bytes, at: int, cut: int) -> None:
     data = INSIDE.encode()
     for output in (junk, data[:at] + junk + data[at + cut :], data[:at]):
-        check_inside(output, PROFILE, user=META["user"], nonce="NONCE")
+        check_inside(output, PROFILE, user=META["user"], nonce="NONCE", witness=WITNESS_ERRNO)
 
 
 @given(st.integers(0, len(INSIDE) - 1))
