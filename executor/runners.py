@@ -68,7 +68,7 @@ class Runners:
         self.problem: EmberpoolError | None = None
         self._place = place
         self._lanes: list[ArmedRunner | None] = [None] * place.parallel
-        self._killed, self._fruitless = "", 0
+        self._killed, self._fruitless, self._untrusted = "", 0, False
         self._changed = News()
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Runners:
 
     async def _keep_lane(self, lane: int) -> None:
         place = self._place
-        while not self.over and self.problem is None and not place.watch.died.is_set():
+        while not (self.over or self._untrusted or self.problem is not None or place.watch.died.is_set()):
             if await self._full(lane):
                 continue
             argv = ("python3", "-I", "-B", "-c", LOADER, new_token())
@@ -171,8 +171,11 @@ class Runners:
         """A runner for a call to claim now, if there is one.
 
         Where nothing is at work, all have to be armed first: one that is half-way would start beside the call's code. In a
-        sweep all but the one that sweeps are retired, so that there is none.
+        sweep all but the one that sweeps are retired, so that there is none. Nor is there one beside what a runner left that
+        did not end clean.
         """
+        if self._untrusted:
+            return None
         ready = [one for one in self._lanes if one and one.vouched and one.state is RunnerState.ARMED]
         ready = [one for one in ready if not one.retired]
         return ready[0] if ready and (len(ready) == len(self._lanes) or self._busy()) else None
@@ -190,31 +193,25 @@ class Runners:
         runner.scope.cancel()
 
     async def _judge(self, runner: ArmedRunner, expected: ExecWatch) -> None:
-        """An exec has ended: go on to the next one, or say why there is none."""
+        """An exec has ended: go on to the next one, or say why there is none.
+
+        Once a runner has said hello, any end but a clean one costs the sandbox, whatever the engine's events say or do not
+        say: what its call left may live on, and would get at the next runner before that one can protect itself. So nothing
+        is armed and no call begins from here on; what is waited for only tells whose end it was.
+        """
         place = self._place
         if self.over or place.watch.died.is_set() or runner.retired:
             return  # whatever a retired one said at its end, the sweep has the proof
         if self.problem is None and not runner.problem and runner.last is RunnerState.CLEAN:
             return  # it has served its calls
-        if self.problem is None and runner.problem and runner.last is RunnerState.STARTING:
-            # An engine writes what it has to say of a container that has just ended where the runner would say hello.
-            with anyio.move_on_after(KILLED_PATIENCE):
-                await place.watch.died.wait()
-            if place.watch.died.is_set():
-                return
-        if self.problem is None and not runner.problem:
-            with anyio.move_on_after(EVENT_PATIENCE):
-                await expected.ended.wait()
-            if expected.exit_code == KILL_CODE:
-                # A container's end kills its execs, and theirs may be the first to be told.
-                with anyio.move_on_after(KILLED_PATIENCE):
-                    await place.watch.died.wait()
-            if place.watch.died.is_set():
-                return
-            unmade = expected.exit_code is None and (not place.hub.connected or not expected.created)
+        self._untrusted = runner.last is not RunnerState.STARTING
+        if self.problem is None and await self._container_ended(runner, expected):
+            return
+        if self.problem is None and not runner.problem and not self._untrusted and expected.exit_code is None:
+            # It never said hello, and the one before it ended clean, so nothing of a call is in there: the engine was lost,
+            # or never made the exec. The container may live on, and arms again once it can.
             self._fruitless += place.hub.connected
-            if unmade and self._fruitless < MAX_FRUITLESS:
-                # The engine was lost, or never made the exec. The container may live on, and arms again once it can.
+            if self._fruitless < MAX_FRUITLESS:
                 log.info(
                     "runner.not_armed",
                     sandbox=place.watch.name,
@@ -222,13 +219,32 @@ class Runners:
                 )
                 await anyio.sleep(RETRY)
                 return
-        reason = runner.problem or f"the runner ended while {runner.last.value}"
+        self._untrusted = True
+        cause, reason = cause_of(runner), runner.problem or f"the runner ended while {runner.last.value}"
+        if not runner.problem and (place.watch.engine_lost or not place.hub.connected):
+            cause, reason = "engine", f"{reason}, and the engine's events with it"
         if self.problem is None:
             self.problem = SandboxDied(
-                f"the sandbox's runner cannot be trusted any more: {reason}", cause=cause_of(runner), started=False
+                f"the sandbox's runner cannot be trusted any more: {reason}", cause=cause, started=False
             )
         log.warning("runner.lost", sandbox=place.watch.name, reason=reason)
-        await self._kill(cause_of(runner))
+        await self._kill(cause)
+
+    async def _container_ended(self, runner: ArmedRunner, expected: ExecWatch) -> bool:
+        """Whether the container's own end took the runner along, as far as events tell in a moment."""
+        watch = self._place.watch
+        if runner.problem:
+            # An engine writes what it has to say of a container that has just ended where the runner would say hello.
+            patience = KILLED_PATIENCE if runner.last is RunnerState.STARTING else 0.0
+        else:
+            if self._place.hub.connected:
+                with anyio.move_on_after(EVENT_PATIENCE):
+                    await expected.ended.wait()
+            # A container's end kills its execs, and theirs may be the first to be told.
+            patience = KILLED_PATIENCE if expected.exit_code == KILL_CODE else 0.0
+        with anyio.move_on_after(patience):
+            await watch.died.wait()
+        return watch.died.is_set()
 
     async def _kill(self, why: str) -> None:
         if not self._place.watch.died.is_set():

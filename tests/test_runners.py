@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +288,44 @@ async def test_a_runner_that_dies_between_calls_takes_its_sandbox_with_it(place:
     _died(await _call(box, "echo x"), "runner", started=False)
 
 
+@pytest.fixture(params=["away", "late"])
+def no_events(request: pytest.FixtureRequest, place: Site, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Keep the engine's events from the host: the stream is ``away``, or nothing comes although it stands (``late``)."""
+
+    @asynccontextmanager
+    async def never(*_: object) -> AsyncIterator[None]:
+        await anyio.sleep_forever()
+        yield
+
+    def keep_away() -> None:
+        if request.param == "late":
+            monkeypatch.setattr(place.hub, "publish", lambda event: None)
+        else:
+            monkeypatch.setattr(place.engine, "events", never)
+            place.engine.cut_events()
+
+    return keep_away
+
+
+@pytest.mark.parametrize(("at", "made"), [("clean", 1), ("armed", 2)])
+@VIRTUAL
+async def test_a_runner_that_ends_without_a_word_of_the_engine_is_never_armed_again(
+    place: Site, at: str, made: int, no_events: Callable[[], None]
+) -> None:
+    """What the call left could stop the next runner before that one protects itself, and speak for it."""
+    box = await place.start()
+    no_events()
+    await anyio.sleep(1)
+    place.engine.misdeeds[at] = [dies]
+    assert isinstance(await _call(box, "echo x"), CallResult)
+    answer = await _call(box, "echo x")
+    assert isinstance(answer, SandboxDied)
+    assert not answer.started
+    await anyio.sleep(60)
+    assert len(place.engine.runners) == made
+    assert (place.engine.boxes, bool(box.poisoned)) == ({}, True)
+
+
 async def test_a_poisoned_runner_says_that_the_call_never_started(place: Site) -> None:
     box = await place.start()
     place.engine.misdeeds["call"] = [poisoned(b"the runner's limits changed")]
@@ -386,8 +424,8 @@ async def test_a_call_that_finds_no_runner_in_its_time_never_started(place: Site
 @VIRTUAL
 async def test_a_call_that_finds_no_runner_since_the_engine_is_gone_is_told_of_the_engine(place: Site) -> None:
     box = await place.start()
-    place.engine.down()
-    await anyio.sleep(1)
+    place.engine.faults["attach"] = [Fault(error=EngineUnavailable("connection refused"))] * 20
+    assert isinstance(await _call(box, "echo x"), CallResult)
     answer = await _call(box, "echo x", timeout=5)
     assert isinstance(answer, EngineUnavailable)
     assert not answer.started
@@ -446,14 +484,32 @@ async def test_a_process_of_unknown_origin_is_no_weaker_profile_but_an_unfit_san
 
 
 @VIRTUAL
-async def test_an_engine_that_is_lost_while_a_runner_is_armed_arms_again(place: Site) -> None:
+async def test_an_engine_that_is_lost_while_a_runner_is_armed_costs_the_sandbox(place: Site) -> None:
+    """The exec's end is all that is known, and what else runs in there is not."""
     box = await place.start()
     place.engine.down()
+    await anyio.sleep(30)
+    place.engine.up_now = True
+    _died(await _call(box, "echo back"), "engine", started=False)
+    assert len(place.engine.runners) == 1
+
+
+@VIRTUAL
+async def test_an_engine_that_is_lost_before_the_next_hello_arms_again(place: Site) -> None:
+    """The call before it ended clean, so that nothing is in there."""
+    box = await place.start()
+    place.engine.misdeeds["hello"] = [loses_its_engine]
+    assert isinstance(await _call(box, "echo x"), CallResult)
     await anyio.sleep(30)
     place.engine.up_now = True
     answer = await _call(box, "echo back")
     assert isinstance(answer, CallResult)
     assert (answer.stdout, box.poisoned) == (b"back\n", "")
+
+
+async def loses_its_engine(runner: ScriptedRunner) -> bool:
+    runner._engine.down()  # type: ignore[attr-defined]
+    return False
 
 
 @VIRTUAL
