@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import anyio
 import structlog
 
-from executor.attached import Attached, run_attached
+from executor.attached import PROVED, REFUSED, Attached, run_attached
 from executor.call import Call, carried, new_token
 from executor.docker import classify
 from executor.engine import Engine, ImageInfo, NameTaken
@@ -81,7 +81,10 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
         if ours:
             tried = True
             await _gone(engine, watch, patient=end.ended_by != "deadline")
-        return _outcome(end, watch, spec)
+        if not spec.python and not watch.started and hub.connected:
+            with anyio.move_on_after(GONE_PATIENCE):  # the event may only be late
+                await watch.told_of_start.wait()
+        return _outcome(end, watch, spec, connected=hub.connected)
     finally:
         # An engine that would not remove it a moment ago is not asked twice: the caller waits for that.
         if ours and not tried:
@@ -89,7 +92,7 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
         hub.forget(spec.identity.name)
 
 
-def _outcome(end: Attached, watch: Watch, spec: ColdSpec) -> CallResult:
+def _outcome(end: Attached, watch: Watch, spec: ColdSpec, *, connected: bool) -> CallResult:
     oom = bool(watch.ooms)
     if end.ended_by == "deadline":
         return exec_result(end, timed_out=True, oom=oom)
@@ -102,11 +105,24 @@ def _outcome(end: Attached, watch: Watch, spec: ColdSpec) -> CallResult:
         limits, cpus = spec.profile.limits, max(1.0, spec.profile.cpus or 1.0)
         cpu = limits.cpu_seconds is not None and end.duration * cpus >= limits.cpu_seconds
         return exec_result(end, exit_code=watch.exit_code, oom=oom, cpu=cpu and watch.exit_code == LIMIT_SIGNAL_CODE)
-    if not watch.started and not spec.python and end.code in (CANNOT_RUN, NOT_FOUND):
-        return never_began(end)
-    if not watch.started and end.code:
-        raise _refused(end)
+    if _never_started(end, watch, spec, connected=connected):
+        if not spec.python and end.code in (CANNOT_RUN, NOT_FOUND):
+            return never_began(end)
+        error = unproven(end) if end.proof == REFUSED else None
+        raise error or _refused(end)
     raise SandboxDied("the engine was lost while the cold call ran; what the code did is unknown", cause="engine")
+
+
+def _never_started(end: Attached, watch: Watch, spec: ColdSpec, *, connected: bool) -> bool:
+    """Whether nothing of the call can have run, so that it may be tried again.
+
+    That no event tells of a start proves nothing. In an image with Python the call's own code comes after the proof on its
+    stdout, so without one an engine's own exit status is its word. In another image a program may exit with these itself;
+    there the engine's events have to be read, and tell of none.
+    """
+    if end.code not in (RUN_FAILED, CANNOT_RUN, NOT_FOUND):
+        return False
+    return end.proof != PROVED if spec.python else connected and not watch.started
 
 
 def _refused(end: Attached) -> EmberpoolError:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import anyio
 import structlog
 
-from executor.attached import Attached, run_attached
+from executor.attached import PROVED, Attached, run_attached
 from executor.call import Call, carried, new_token
-from executor.docker import classify
 from executor.engine import Engine
 from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, exec_result, never_began, unproven
 from executor.profile import exec_args
-from executor.result import CallResult, EmberpoolError, EngineUnavailable, SandboxDied
+from executor.result import CallResult, EmberpoolError, SandboxDied
 from executor.watch import EventHub, ExecWatch, Watch
 
 log = structlog.get_logger("emberpool.sandbox")
@@ -100,13 +99,12 @@ class PlainExec:
         """The error of an exec of which no event told an exit status."""
         if self.watch.died.is_set():
             self.poison(self.watch.cause)
-            return self._died(started=watch.created)
-        if not watch.created and not self.hub.connected:
-            error = classify(bytes(end.stderr.kept), end.code or 0, f"starting a call in {self.watch.name}")
-            if isinstance(error, EngineUnavailable):
-                return error
+            # Events come in order, so an exec that none told of before the container's end was never made.
+            return self._died(started=watch.created or self.watch.engine_lost)
         if not watch.created and not await self._survived():
-            return SandboxDied("the sandbox was gone before the call began", cause="unknown", started=False)
+            # Here they may only be late; what has no proof of its start on its stdout has not run.
+            began = end.proof == PROVED
+            return SandboxDied("the sandbox was lost under the call, or before it", cause="unknown", started=began)
         # What the client printed proves nothing here: the call's own code may have printed it.
         await self.kill("engine")
         message = "the engine was lost while the call ran; what the code did is unknown"

@@ -40,6 +40,7 @@ class Watch:
         self.created = self.started = self.killed = False
         self.exit_code: int | None = None
         self.ooms = 0
+        self.told_of_start = anyio.Event()
         self.died = anyio.Event()
         self.destroyed = anyio.Event()
         self.paused = self.engine_lost = False
@@ -61,6 +62,7 @@ class Watch:
             self.on_created(event.container)
         elif event.action == "start":
             self.started = True
+            self.told_of_start.set()
         elif event.action == "oom":
             # A cgroup that is taken down signals its out-of-memory watcher too: after a kill it says nothing.
             if not self.killed and not self.died.is_set():

@@ -130,6 +130,31 @@ def image_check(image: ImageInfo, reference: str) -> Check:
     return Check("image", "ok", f"{reference} is {image.id}, {image.size / 1e6:.0f} MB")
 
 
+def kernel_checks(settings: Settings, info: EngineInfo | None) -> list[Check]:
+    """What guards the kernel that all sandboxes share: the seccomp profile, and what no limit of a container counts."""
+    name = settings.sandbox.seccomp
+    if name == "strict":
+        text = "emberpool's own profile; the check `profile` asks from inside whether it is in force"
+        found = [Check("seccomp", "ok", text)]
+    else:
+        whose = "the engine's default" if name == "engine" else f"that of {name}, which nobody here has compared"
+        text = f"the profile is {whose}: socket filters, aio contexts and vsock may be open to tool code"
+        found = [Check("seccomp", "warn", line(text), 'set sandbox.seccomp = "strict"')]
+    if info is not None and info.cgroup_version == "1":
+        text = "cgroup v1 does not count the buffers of TCP sockets: sandboxes can fill net.ipv4.tcp_mem together"
+        found.append(Check("kernel memory", "warn", text, "boot the host with cgroup v2, or lower net.ipv4.tcp_mem"))
+    return found
+
+
+def shared_user_check(user: str) -> Check:
+    """All sandboxes' calls have one uid, and with it the kernel's quotas of a user."""
+    text = (
+        f"calls of all sandboxes run as {user}, and share that user's inotify instances, pipe pages, pending signals and "
+        "message queues: one can use them up for the others"
+    )
+    return Check("user", "warn", text, 'run the gateway as root with sandbox.user = "auto" and no writable mount')
+
+
 def runc_checks(version: str, judged: Sequence[Judgement]) -> list[Check]:
     """One line for runc, and one for each escape that it is not known to be free of."""
     fixed = sum(judgement.state == "fixed" for judgement in judged)

@@ -74,6 +74,7 @@ class _Examination:
             *await _guarded("state directory", self._state, "mend it, or choose another pool.state_dir"),
             *await _guarded("engine", self._reach, _engine_remedy(), patience=_FIND_PATIENCE),
             *await _guarded("engine facts", self._facts),
+            *await _guarded("kernel", self._kernel),
             *await _guarded("runtime", self._runtime),
             *await _guarded("image", self._find_image, "look at the engine's log"),
             *await _guarded("user", self._user, "change sandbox.user, sandbox.uid_range or the mount"),
@@ -103,6 +104,9 @@ class _Examination:
 
     async def _facts(self) -> list[Check]:
         return checks.engine_checks(self._info) if self._info else [Check("engine facts", "warn", _NO_ENGINE)]
+
+    async def _kernel(self) -> list[Check]:
+        return checks.kernel_checks(self._settings, self._info)
 
     async def _runtime(self) -> list[Check]:
         info, box = self._info, self._settings.sandbox
@@ -150,6 +154,8 @@ class _Examination:
             return [*found, Check("user", "fail", text, "move sandbox.uid_range away from it")]
         if uid.isdigit() and int(uid) in box.uid_range.calls:
             user = f"a uid of its own for each sandbox out of {box.uid_range}"
+        elif uid.isdigit():
+            found.append(checks.shared_user_check(user))
         return [*found, Check("user", "ok", f"calls run as {user}; PID 1 as {policy.keeper}")]
 
     async def _boundary(self) -> list[Check]:

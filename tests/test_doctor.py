@@ -209,6 +209,34 @@ async def test_a_runtime_that_the_engine_does_not_have_fails_and_another_kind_is
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(("seccomp", "status"), [("strict", "ok"), ("engine", "warn"), (__file__, "warn")])
+async def test_any_seccomp_profile_but_our_own_is_warned_of(tmp_path: Path, seccomp: str, status: str) -> None:
+    for find in (Scripted().find, _nothing):
+        check = _named(await examine(_settings(tmp_path, sandbox={"seccomp": seccomp}), find=find), "seccomp")
+        assert check.status == status
+        assert (__file__ in check.detail) == (seccomp == __file__)
+        assert ("strict" in check.remedy) == (status == "warn")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("version", "warned"), [("1", True), ("2", False), ("", False)])
+async def test_kernel_memory_that_no_container_is_charged_for_is_warned_of(
+    tmp_path: Path, version: str, warned: bool
+) -> None:
+    info = EngineInfo(kind="docker", version="20", endpoint="a test", cgroup_version=version)
+    found = await examine(_settings(tmp_path), find=Scripted(info=info).find)
+    assert ["tcp_mem" in check.remedy for check in found if check.name == "kernel memory"] == [True] * warned
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("user", "warned"), [("1000:1000", True), ("200001:200001", False)])
+async def test_one_uid_for_the_calls_of_all_sandboxes_is_warned_of(tmp_path: Path, user: str, warned: bool) -> None:
+    settings = _settings(tmp_path, sandbox={"user": user, "uid_range": "200000:100"})
+    found = [check for check in await examine(settings, find=_nothing) if check.name == "user"]
+    assert [check.status for check in found] == ["warn"] * warned + ["ok"]
+
+
+@pytest.mark.anyio
 async def test_calls_that_would_share_the_uid_of_pid_1_fail(tmp_path: Path) -> None:
     settings = _settings(tmp_path, sandbox={"user": "200000:200000", "uid_range": "200000:100"})
     assert _named(await examine(settings, find=_nothing), "user").status == "fail"

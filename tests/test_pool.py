@@ -14,7 +14,18 @@ import structlog.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.result import InvalidCall, PoolClosed, PoolExhausted, PoolUnusable, SessionClosed, StateLost
+from executor.attached import PROVED, REFUSED
+from executor.result import (
+    EngineFailed,
+    InvalidCall,
+    PoolClosed,
+    PoolExhausted,
+    PoolUnusable,
+    ProfileMismatch,
+    SandboxDied,
+    SessionClosed,
+    StateLost,
+)
 from pool.ledger import StateDirectory
 from pool.pool import SandboxPool
 from pool.session import Session
@@ -86,6 +97,34 @@ async def test_closing_ends_a_running_call_and_whoever_waits(pool: SandboxPool, 
         await session.close()
     assert [type(answer) for answer in answers] == [SessionClosed, SessionClosed]
     assert sorted(answer.started for answer in answers if isinstance(answer, SessionClosed)) == [False, True]
+
+
+async def test_a_cold_call_without_the_proof_of_its_boundary_never_began(
+    pool: SandboxPool, engine: ScriptedEngine
+) -> None:
+    for proof, kind, why in (
+        (REFUSED, ProfileMismatch, "strict seccomp profile is not in force"),
+        (b"", EngineFailed, "did not take the call"),
+    ):
+        engine.proof = proof
+        error = await outcome(lambda: pool.call_cold(code="exit 1"))
+        assert isinstance(error, kind)
+        assert why in str(error)
+        assert not error.started
+    engine.proof = PROVED
+    done = await pool.call_cold(code="echo x")
+    assert (done.stdout, done.stdout_total) == (b"x\n", 2)
+
+
+async def test_a_cold_call_of_which_no_event_tells_may_have_run_and_is_not_refused(
+    pool: SandboxPool, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever retries what never started would run it twice."""
+    monkeypatch.setattr(pool._hub, "publish", lambda event: None)
+    for code in (1, 125, 126, 127):
+        error = await outcome(lambda code=code: pool.call_cold(code=f"err docker: Cannot connect; exit {code}"))  # type: ignore[misc]
+        assert isinstance(error, SandboxDied)
+        assert (error.cause, error.started) == ("engine", True)
 
 
 async def test_a_handle_of_an_ended_session_does_not_reach_its_successor(pool: SandboxPool) -> None:

@@ -18,6 +18,7 @@ from executor.call import Call
 from executor.profile import ContainerProfile, Limits
 from executor.result import InvalidCall, ProfileMismatch, SandboxDied
 from executor.sandbox import start_sandbox
+from executor.seccomp import strict_profile
 from executor.verify import check_inspect
 from tests.engine.conftest import KEEPER, Room
 from tests.engine.tiny import tiny_image, volume_image
@@ -285,7 +286,10 @@ async def test_inspect_of_a_started_sandbox_matches_the_profile(real_engine: Roo
         "Privileged": False,
         "CapDrop": ["ALL"],
         "CapAdd": None,
-        "SecurityOpt": ["no-new-privileges"],
+        "SecurityOpt": [
+            "no-new-privileges",
+            f"seccomp={json.dumps(strict_profile(), separators=(',', ':'))}",
+        ],
         "PidsLimit": 128,
         "Tmpfs": {"/tmp": "rw,noexec,nosuid,size=64m"},
         "Memory": 512 << 20,
