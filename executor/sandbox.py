@@ -320,12 +320,9 @@ async def _armed(engine: Engine, hub: EventHub, spec: SandboxSpec, container: st
 async def _ask_witness(engine: Engine, hub: EventHub, spec: SandboxSpec) -> int | None:
     """The error number by which the strict seccomp profile is recognised, asked by a program of our own; ``None`` where it
     could not be run, or need not be."""
-    machine_code = witness.program(spec.image.architecture)
-    if not spec.seccomp or spec.profile.seccomp != "strict" or not machine_code:
+    asked = spec.seccomp and spec.profile.seccomp == "strict"
+    if not asked or not witness.write(Path(spec.staging) / WITNESS_FILE, spec.image.architecture):
         return None
-    file = anyio.Path(spec.staging) / WITNESS_FILE
-    await file.write_bytes(machine_code)
-    await file.chmod(0o755)
     end = await _ask_inside(engine, hub, spec, (f"{TOOL_PLACE}/{WITNESS_FILE}",))
     # 126 and above are what an engine says of a program that it could not run, or that was killed.
     return end.code if end.code is not None and end.code < CANNOT_RUN else None

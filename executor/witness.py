@@ -6,6 +6,7 @@ It calls ``getpriority`` as ``executor.seccomp`` describes, and exits with the e
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 from executor.seccomp import WITNESS_WHICH
 
@@ -33,3 +34,12 @@ def program(architecture: str) -> bytes:
     head = struct.pack("<HHIQQQIHHHHHH", 2, machine, 1, entry, 64, 0, 0, 64, 56, 1, 0, 0, 0)
     load = struct.pack("<IIQQQQQQ", 1, 5, 0, _LOAD_AT, _LOAD_AT, size, size, 0x10000)
     return ident + head + load + text
+
+
+def write(file: Path, architecture: str) -> bool:
+    """Write the program to ``file``, for everybody to run; whether there is one for this ``architecture``."""
+    text = program(architecture)
+    if text:
+        file.write_bytes(text)
+        file.chmod(0o755)
+    return bool(text)

@@ -191,7 +191,7 @@ def test_the_runner_and_the_bootstrap_ask_the_question_that_the_profile_answers(
 def test_witness_program_says_the_kernels_own_error_where_no_filter_answers(tmp_path: Path) -> None:
     words = {"x86_64": "amd64", "aarch64": "arm64"}
     file = tmp_path / "witness"
-    file.write_bytes(witness.program(words[platform.machine()]))
-    file.chmod(0o755)
+    assert witness.write(file, words[platform.machine()])
     assert subprocess.run([file], check=False, timeout=60).returncode == 22  # EINVAL
-    assert witness.program("riscv64") == b""
+    assert not witness.write(tmp_path / "none", "riscv64")
+    assert not (tmp_path / "none").exists()
