@@ -27,7 +27,7 @@ MODULES = [
     "test_asyncio.test_tasks",
     "test_concurrent_futures",
 ]
-PACKAGE = "libpython3.11-testsuite"
+PACKAGES = ("libpython3.11-testsuite", "libpython3.11-stdlib")  # the second has the suite's own runner
 INSIDE = "/usr/lib/python3.11/test"
 CODE = """
 import runpy, sys
@@ -47,9 +47,9 @@ def fetch() -> Path:
     suite = place / "usr/lib/python3.11/test"
     if not suite.is_dir():
         place.mkdir(exist_ok=True)
-        subprocess.run(["apt-get", "download", "-qq", PACKAGE], cwd=place, check=True)
-        package = next(place.glob(f"{PACKAGE}_*.deb"))
-        subprocess.run(["dpkg", "-x", package, place], check=True)
+        subprocess.run(["apt-get", "download", "-qq", *PACKAGES], cwd=place, check=True)
+        for package in sorted(place.glob("*.deb")):
+            subprocess.run(["dpkg", "-x", package, place], check=True)
     return suite
 
 
@@ -92,6 +92,9 @@ async def compare(modules: list[str]) -> int:
                 found = [outcomes(run.stdout + run.stderr) for run in (warm, cold, default)]
                 print(f"{module}: {len(found[0])} tests in a session, exit {warm.exit_code}; cold {cold.exit_code}, engine's"
                       f" profile {default.exit_code}", flush=True)  # fmt: skip
+                if not found[0]:
+                    print((warm.stdout + warm.stderr).decode("utf-8", "replace")[-2000:])
+                    return 1
                 for test in sorted(set().union(*found)):
                     words = [one.get(test, "not run") for one in found]
                     if len(set(words)) > 1:
