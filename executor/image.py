@@ -18,7 +18,7 @@ from executor.rootfs import CHANGES, build_rootfs
 
 log = structlog.get_logger("emberpool.engine")
 
-DEFAULT_IMAGE = "localhost/emberpool-python:1"
+DEFAULT_IMAGE = "localhost/emberpool-python:2"
 """The image of the default profile. No public registry can serve this name, so that where it is missing, it can never
 be pulled from a stranger."""
 

@@ -11,8 +11,9 @@ from executor import process
 from executor.debian import Report, install, release, system_environment
 from executor.result import EngineFailed
 
-PACKAGES = ("python3", "tzdata", "netbase", "ca-certificates")
-"""Python with its whole standard library, and the data files that ``zoneinfo``, ``socket`` and ``ssl`` read."""
+PACKAGES = ("python3", "tzdata", "netbase", "ca-certificates", "libstdc++6")
+"""Python with its whole standard library, the data files that ``zoneinfo``, ``socket`` and ``ssl`` read, and the C++ library
+that wheels (numpy, pandas) expect of every system."""
 
 CHANGES = ('CMD ["python3"]', "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
 """What an import adds to the files: an archive holds neither a command nor an environment."""

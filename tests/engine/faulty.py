@@ -28,7 +28,7 @@ from executor.locate import find_engine
 from executor.paths import ENGINE_HOME, engine_paths
 from executor.result import EmberpoolError
 
-IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "localhost/emberpool-python:1")
+IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "localhost/emberpool-python:2")
 LIMIT = 60.0
 """Seconds after which something that should have ended has hung."""
 DISK = "900m"

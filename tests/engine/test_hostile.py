@@ -364,3 +364,61 @@ print(resource.prlimit(keeper, resource.RLIMIT_CPU) == resource.getrlimit(resour
 """
     async with real_engine.armed() as box:
         assert (await box.call(Call(code=code))).stdout == b"True\n"
+
+
+# --- nobody speaks for a runner ------------------------------------------------------------------------------------------
+
+FORGERS = {
+    "kills it after the answer": "time.sleep(0.0005)\nos.kill(runner, 9)",
+    "stops and kills it": "os.kill(runner, 19)\ntime.sleep(0.05)\nos.kill(runner, 9)",
+}
+FORGE = """
+import os, time
+me, runner = os.getpid(), os.getppid()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    for fd in (0, 1, 2):
+        os.close(fd)
+    os.open('/dev/null', os.O_RDWR), os.dup(0), os.dup(0)
+    log = os.open('/tmp/breach', os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    while os.path.exists('/proc/%d' % me):
+        pass
+    try:
+        DO
+    except OSError:
+        pass
+    end = time.time() + 20
+    while time.time() < end:
+        for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):
+            try:
+                if pid not in (1, os.getpid(), runner) and open('/proc/%d/stat' % pid).read().rpartition(')')[2].split()[1] == '0':
+                    os.open('/proc/%d/fd/1' % pid, os.O_WRONLY)
+                    os.write(log, b'breach\\n')
+            except OSError:
+                pass
+    os._exit(0)
+time.sleep(0.1)
+print('main ends')
+"""
+
+
+@pytest.mark.parametrize("how", FORGERS)
+@pytest.mark.parametrize("parallel", [1, 2])
+async def test_stray_never_meets_the_next_runner_while_no_event_comes(
+    real_engine: Room, monkeypatch: pytest.MonkeyPatch, how: str, parallel: int
+) -> None:
+    """A new runner can be stopped, and spoken for, until it protects itself."""
+    code = FORGE.replace("DO", FORGERS[how].replace("\n", "\n        "))
+    async with real_engine.armed(calls=1, parallel=parallel) as box:
+        monkeypatch.setattr(real_engine.hub, "publish", lambda event: None)
+        await box.call(Call(code=code, timeout=10))
+        seen = "import os\nprint(open('/tmp/breach').read() if os.path.exists('/tmp/breach') else '')"
+        try:
+            after = await box.call(Call(code=seen, timeout=10))
+        except SandboxDied as error:
+            assert not error.started  # noqa: PT017 - either end is right
+            assert box.poisoned
+        else:
+            assert (after.stdout, after.stderr) == (b"\n", b"")
