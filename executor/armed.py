@@ -23,7 +23,8 @@ from executor.channel import keep
 from executor.engine import Channel, Engine
 from executor.frames import Decoder, Frame, ProtocolError, Report
 from executor.news import News
-from executor.process import Capped, one_line
+from executor.printable import printable
+from executor.process import Capped
 from executor.profile import CALL_ENV
 from executor.result import EmberpoolError
 from executor.stream import WINDOW as CREDIT
@@ -247,7 +248,7 @@ class ArmedRunner:
             self.problem = "what the call left could not be proven dead"
             self._become(RunnerState.ENDED)
         elif kind == frames.POISONED and state in (RunnerState.ARMED, RunnerState.BUSY):
-            self.problem = one_line(frame.payload)
+            self.problem = printable(frame.payload)
             if call is not None:
                 call.refused = self.problem
                 call.finish()

@@ -15,6 +15,7 @@ import structlog
 
 from executor import process
 from executor.locks import exclusive
+from executor.printable import printable
 from executor.result import EngineFailed
 
 log = structlog.get_logger("emberpool.engine")
@@ -98,7 +99,7 @@ async def _apt(*words: str, timeout: float) -> str | None:
     log.debug("engine.apt", words=words, code=done.code)
     if done.code == 0:
         return None
-    return process.one_line(done.stderr or done.stdout)[-300:] or f"exit status {done.code} and no message"
+    return printable(done.stderr or done.stdout)[-300:] or f"exit status {done.code} and no message"
 
 
 @contextmanager

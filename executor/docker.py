@@ -20,6 +20,7 @@ from anyio.abc import ByteReceiveStream
 from executor import process
 from executor.channel import attached, keep
 from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
+from executor.printable import printable
 from executor.process import Finished
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ProfileMismatch
 
@@ -55,7 +56,7 @@ _SIGNS: tuple[tuple[type[EmberpoolError], tuple[str, ...]], ...] = (
 def _pull_failed(stderr: bytes, code: int, doing: str) -> EmberpoolError:
     """The error of a pull. A daemon that says so itself was reached: what could not be is the registry."""
     error = classify(stderr, code, doing)
-    said = process.one_line(stderr)[:300]
+    said = printable(stderr, limit=300)
     if isinstance(error, EngineUnavailable) and b"Error response from daemon" in stderr:
         return EngineFailed(f"{doing}: its registry cannot be reached ({said}); check the image's name and the network")
     return error
@@ -63,8 +64,8 @@ def _pull_failed(stderr: bytes, code: int, doing: str) -> EmberpoolError:
 
 def classify(stderr: bytes, code: int, doing: str) -> EmberpoolError:
     """Turn what an engine client printed on failure into one typed error. Total: every input gets one."""
-    text = process.one_line(stderr)
-    short = text[:300] + ("..." if len(text) > 300 else "") or f"exit status {code} and no message"
+    text = printable(stderr)
+    short = printable(text, limit=300) or f"exit status {code} and no message"
     lowered = text.lower()
     for kind, signs in _SIGNS:
         if any(sign in lowered for sign in signs):
@@ -248,7 +249,7 @@ class CommandLineEngine:
                     while data:
                         *lines, rest = (rest + data).split(b"\n")
                         for line in lines:
-                            seen(process.one_line(line))
+                            seen(printable(line))
                         data = await channel.receive_stdout()
                 if not patience.cancelled_caught:
                     code = await channel.wait()

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from executor.process import one_line
+from executor.printable import printable
 from executor.result import CallResult, FileFailed, InvalidCall
 
 MAX_PATH = 4_095

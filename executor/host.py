@@ -29,7 +29,7 @@ import structlog
 from executor.call import Call
 from executor.host_process import HostEnd, run_on_host
 from executor.host_unlimited import unlimited
-from executor.process import one_line
+from executor.printable import printable
 from executor.profile import CALL_ENV
 from executor.result import CallResult, EngineFailed, InvalidCall, ProfileMismatch
 
@@ -166,7 +166,7 @@ def _require_limits(end: HostEnd, limits: HostLimits) -> None:
         name, _, why = line.partition(": ")
         log.warning("host.limit_not_set", limit=name, reason=why)
     if not began and not end.timed_out:
-        said = one_line(bytes(end.stderr.kept).rstrip().rpartition(b"\n")[2])[:300]
+        said = printable(bytes(end.stderr.kept).rstrip().rpartition(b"\n")[2], limit=300)
         raise EngineFailed(
             f"the call did not begin: what sets its limits ended first, with wait status {end.status}{said and f': {said}'}"
         )

@@ -148,12 +148,6 @@ class Ends:
         return bytes(self._first + self._last)
 
 
-def one_line(said: bytes | str) -> str:
-    """What a program printed, as one line without what a terminal would obey: for messages and logs."""
-    text = said if isinstance(said, str) else said.decode("utf-8", "replace")
-    return "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
-
-
 async def receive(stream: ByteReceiveStream) -> bytes:
     """The next bytes of a stream, ``b""`` at its end, however it ended."""
     try:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from executor.printable import printable
+
 DeathCause = Literal["oom", "killed", "runner", "protocol", "drained", "engine", "unknown"]
 
 
@@ -65,14 +67,15 @@ class EmberpoolError(Exception):
 
     ``reason`` is a stable word for logs and metrics. ``retryable`` says whether the same request can succeed later without
     anyone changing anything; ``retry_after`` is a hint in seconds. ``started`` is true where the caller's code may have
-    run: an automatic retry is allowed only where it is false.
+    run: an automatic retry is allowed only where it is false. The message is one printable line, whatever words of others it
+    quotes.
     """
 
     reason: ClassVar[str] = "error"
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, retry_after: float | None = None, started: bool = False) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.retry_after = retry_after
         self.started = started
 

@@ -9,6 +9,7 @@ import anyio
 
 from executor import process
 from executor.debian import Report, install, release, system_environment
+from executor.printable import printable
 from executor.result import EngineFailed
 
 PACKAGES = ("python3", "tzdata", "netbase", "ca-certificates", "libstdc++6")
@@ -52,7 +53,7 @@ async def build_rootfs(target: Path, report: Report) -> None:
     env = {**system_environment(), "TMPDIR": str(target.parent), "DEBIAN_FRONTEND": "noninteractive"}
     done = await process.run(contained, env, timeout=_BUILD_TIMEOUT)
     if done.code != 0:
-        text = process.one_line(done.stderr)[-400:]
+        text = printable(done.stderr)[-400:]
         raise EngineFailed(f"mmdebstrap could not build the image (exit status {done.code}): {text}")
 
 

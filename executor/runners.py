@@ -14,7 +14,7 @@ from executor.call import LOADER, Call, new_token
 from executor.engine import Engine
 from executor.frames import Report
 from executor.news import News
-from executor.process import one_line
+from executor.printable import printable
 from executor.profile import CALL_ENV, exec_args
 from executor.result import CallResult, DeathCause, EmberpoolError, EngineUnavailable, SandboxDied, SessionBusy
 from executor.stream import Sink
@@ -215,7 +215,7 @@ class Runners:
                 log.info(
                     "runner.not_armed",
                     sandbox=place.watch.name,
-                    said=one_line(bytes(runner.stderr.kept[:200])),
+                    said=printable(bytes(runner.stderr.kept), limit=200),
                 )
                 await anyio.sleep(RETRY)
                 return

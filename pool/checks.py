@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from executor.engine import EngineInfo, ImageInfo
+from executor.printable import printable
 from pool.config import Settings, check_host
 from pool.escapes import GUARDS, Judgement
 from pool.probe import LIFETIME, Probed
@@ -29,11 +30,6 @@ class Check:
     status: Status
     detail: str
     remedy: str = ""
-
-
-def line(text: object) -> str:
-    """``text`` on one line."""
-    return " ".join(str(text).split())
 
 
 def nested(mounts: Sequence[str], *, source: bool = False) -> list[str]:
@@ -57,7 +53,7 @@ def host_checks(settings: Settings) -> list[Check]:
         for spec in nested(settings.sandbox.mounts, source=True)
     ]
     if problems:
-        return [Check("host", "fail", line(text), "correct the configuration or the host") for text in problems]
+        return [Check("host", "fail", printable(text), "correct the configuration or the host") for text in problems]
     return [Check("host", "ok", "mount sources, seccomp profile and engine command of the configuration are there")]
 
 
@@ -72,7 +68,7 @@ def tools_check(settings: Settings) -> Check:
         return Check("python tools", "warn", text, 'set sandbox.python_tools = "container"')
     if unisolated:
         text = f"run in containers, but of these agents on the host under limits, no boundary: {', '.join(unisolated)}"
-        return Check("python tools", "warn", line(text), 'set their python_tools to "container"')
+        return Check("python tools", "warn", printable(text), 'set their python_tools to "container"')
     return Check("python tools", "ok", "run in containers, of every agent")
 
 
@@ -82,7 +78,7 @@ def memory_check(settings: Settings, info: EngineInfo) -> Check:
         return Check("memory", "warn", "not checked: the engine does not tell how much it has")
     for problem in check_host(settings, info.memory):
         if problem.startswith(_MEMORY):
-            return Check("memory", "fail", line(problem), "lower one of them, or set pool.overcommit = true")
+            return Check("memory", "fail", printable(problem), "lower one of them, or set pool.overcommit = true")
     wanted = (settings.pool.max_sandboxes + settings.pool.max_cold) * settings.sandbox.memory_mb / 1024
     text = f"all containers together may use {wanted:.1f} GiB of {info.memory / GIB:.1f} GiB"
     if wanted * GIB > info.memory:
@@ -95,7 +91,7 @@ def crash_check(handler: str) -> Check:
     if not handler:
         return Check("crashes", "ok", "what crashes in a sandbox starts no program on the host")
     text = (
-        f"what crashes in a sandbox starts {line(handler)} on the host, as root and outside of every container's limits"
+        f"what crashes in a sandbox starts {printable(handler)} on the host, as root and outside of every container's limits"
     )
     remedy = "set kernel.core_pattern to a plain file name, or keep that program up to date and what it stores small"
     return Check("crashes", "warn", text, remedy)
@@ -118,7 +114,7 @@ def engine_checks(info: EngineInfo) -> list[Check]:
     remedy = "the check `profile` tells whether a limit is ignored for it"
     return [
         Check("engine facts", "ok", text),
-        *(Check("engine facts", "warn", f"the engine says: {line(warning)}", remedy) for warning in info.warnings),
+        *(Check("engine facts", "warn", f"the engine says: {printable(warning)}", remedy) for warning in info.warnings),
     ]
 
 
@@ -190,7 +186,7 @@ def probe_checks(found: Probed) -> list[Check]:
             checks.append(Check(name, "ok", said))
         else:
             remedy = "no pool starts a sandbox here until this is mended; it never runs in a weaker one"
-            checks.append(Check(name, "fail", line(error), remedy))
+            checks.append(Check(name, "fail", printable(error), remedy))
     if found.left:
         names = " ".join(found.left)
         text = f"not confirmed gone: {names}; what runs in it ends by itself within {LIFETIME:g} s"

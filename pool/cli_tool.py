@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from executor.process import one_line
+from executor.printable import printable
 from executor.tool import ToolResult
 from pool import interrupts
 from pool.cli_call import one_shot, result_object, swept
@@ -91,7 +91,7 @@ def list_tools(manifest: _Manifest, config: _Config = None, as_json: _Json = Fal
     if as_json:
         typer.echo(json.dumps([{**_facts(entry), "python_tools": place} for entry, place in rows]))
         return
-    cells = [(entry.agent, entry.name, place, one_line(entry.description)) for entry, place in rows]
+    cells = [(entry.agent, entry.name, place, printable(entry.description)) for entry, place in rows]
     _print_aligned([("agent", "tool", "runs in", "description"), *cells])
 
 

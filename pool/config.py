@@ -18,7 +18,8 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from pool.config_errors import ConfigError, Problem, dotted, plain
+from executor.printable import printable
+from pool.config_errors import ConfigError, Problem, dotted
 from pool.config_host import check_host
 from pool.config_models import SECTIONS, CallSettings, PoolSettings, SandboxSettings, Settings
 from pool.config_tools import AgentSettings
@@ -73,7 +74,7 @@ def load(path: Path | None = None, environ: Mapping[str, str] | None = None) -> 
 
 def read_file(path: Path, kind: str = "configuration file") -> dict[str, Any]:
     """The tables of a TOML file, unchecked. Raises ``ConfigError`` with the line and column of a syntax error."""
-    where = plain(path, 300)
+    where = printable(path, name=True, limit=300)
 
     def fail(text: str) -> ConfigError:
         return ConfigError([Problem(where, text)])
@@ -109,7 +110,7 @@ def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[P
         if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
             continue
         if name not in variables:
-            problems.append(Problem(plain(name), _unknown_variable(name, variables)))
+            problems.append(Problem(printable(name, name=True, limit=80), _unknown_variable(name, variables)))
             continue
         section, key = variables[name]
         text = environ[name]

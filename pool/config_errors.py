@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from executor.printable import printable
 from pool.config_types import shown
 
 Known = Mapping[str, tuple[str, ...]]
@@ -35,12 +36,6 @@ class ConfigError(ValueError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
-def plain(name: object, limit: int = 80) -> str:
-    """A key's name as an operator wrote it, safe to print: it came from a file or an environment."""
-    text = str(name)
-    return (text if text.isascii() and text.isprintable() else ascii(text)[1:-1])[:limit]
-
-
 def dotted(parts: Iterable[int | str]) -> str:
     """The path of a key as it is written in a file: ``agents."my agent".env[0]``, safe to print."""
     text = ""
@@ -48,7 +43,7 @@ def dotted(parts: Iterable[int | str]) -> str:
         if isinstance(part, int):
             text += f"[{part}]"
         elif part != "[key]":  # pydantic's word for "the name itself"
-            name = plain(part, 200)
+            name = printable(part, name=True, limit=200)
             text += ("." if text else "") + (name if name and not re.search(r"[. ]", name) else f'"{name}"')
     return text
 
@@ -108,7 +103,8 @@ def _sentence(item: Mapping[str, Any], known: Known) -> str:
     kind, loc, context = item["type"], item["loc"], item.get("ctx") or {}
     value = shown(item["input"])
     if kind == "extra_forbidden":
-        return unknown_key(loc[:-1], plain(loc[-1]), known) if len(loc) > 1 else unknown_section(plain(loc[0]), known)
+        key = printable(loc[-1], name=True, limit=80)
+        return unknown_key(loc[:-1], key, known) if len(loc) > 1 else unknown_section(key, known)
     if kind in _TYPE_WORDS:
         return f"{value} is not {_TYPE_WORDS[kind]}"
     if kind in _BOUND_WORDS:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from pool.config_errors import Problem, plain
+from executor.printable import printable
+from pool.config_errors import Problem
 from pool.config_models import Settings
 
 
@@ -28,15 +29,19 @@ def check_host(settings: Settings, host_memory_bytes: int) -> list[str]:
         if text := _check_source(spec, sandbox.user):
             problems.append(Problem(f"sandbox.mounts[{index}]", text))
     if sandbox.seccomp.startswith("/") and not Path(sandbox.seccomp).is_file():
-        problems.append(Problem("sandbox.seccomp", f"there is no file {plain(sandbox.seccomp, 300)} on this host"))
+        problems.append(Problem("sandbox.seccomp", f"there is no file {_shown(sandbox.seccomp)} on this host"))
     if sandbox.binary and shutil.which(sandbox.binary) is None:
-        problems.append(Problem("sandbox.binary", f"there is no command {plain(sandbox.binary, 300)} on this host"))
+        problems.append(Problem("sandbox.binary", f"there is no command {_shown(sandbox.binary)} on this host"))
     return [str(problem) for problem in problems]
+
+
+def _shown(path: str) -> str:
+    return printable(path, name=True, limit=300)
 
 
 def _check_source(spec: str, user: str) -> str:
     source, _, *options = spec.split(":")
-    name = plain(source, 300)
+    name = _shown(source)
     try:
         owner = Path(source).stat().st_uid
     except OSError as error:

@@ -14,6 +14,7 @@ import structlog
 
 from executor.engine import Engine, EngineInfo, ImageInfo
 from executor.locate import find_engine
+from executor.printable import printable
 from executor.result import EmberpoolError, ImageMissing
 from pool import checks, surroundings
 from pool.checks import Check
@@ -42,7 +43,7 @@ async def examine_file(path: Path | None = None) -> list[Check]:
         settings = load_settings(path)
     except ConfigError as error:
         remedy = "correct it; docs/configuration.md lists every key"
-        failed = [Check("configuration", "fail", checks.line(problem), remedy) for problem in error.problems]
+        failed = [Check("configuration", "fail", printable(problem), remedy) for problem in error.problems]
         return [*failed, Check("everything else", "warn", "not checked: the configuration does not load")]
     source = path or os.environ.get("EMBERPOOL_CONFIG") or "the defaults"
     return [Check("configuration", "ok", f"loads from {source} and the environment"), *await examine(settings)]
@@ -204,10 +205,10 @@ async def _guarded(name: str, work: _Work, remedy: str = "", *, patience: float 
     except TimeoutError:
         return [Check(name, "fail", f"did not end within {patience:g} s", remedy or "look what hangs")]
     except EmberpoolError as error:
-        return [Check(name, "fail", checks.line(error), remedy)]
+        return [Check(name, "fail", printable(error), remedy)]
     except Exception as error:  # whatever it is, the other checks have to be told too
         log.debug("doctor.unexpected", check=name, exc_info=error)
-        return [Check(name, "fail", f"{type(error).__name__}: {checks.line(error)}", remedy)]
+        return [Check(name, "fail", f"{type(error).__name__}: {printable(error)}", remedy)]
 
 
 async def _in_thread(look: Callable[[], _T]) -> _T:

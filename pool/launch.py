@@ -15,10 +15,11 @@ from typing import Literal
 from anyio import to_thread
 
 from executor.host import CAN_LIMIT
+from executor.printable import printable
 from executor.result import EmberpoolError, InvalidCall, ProfileMismatch
 from executor.sandbox import no_file
 from executor.staging import StageLimits, Staging, StagingFailed
-from pool.checks import Check, line
+from pool.checks import Check
 from pool.config import ConfigError, Settings
 from pool.manifest import Manifest, ToolEntry
 from pool.tools import ToolPlan, place_on_host, plan_tool
@@ -97,7 +98,7 @@ def _launch(entry: ToolEntry, settings: Settings, broken: Check | None, rehearsa
         _parse(plan)
     except (ConfigError, EmberpoolError) as error:
         # Messages say what is wrong and then, behind the last semicolon, what to do.
-        why, sign, change = line(error).rpartition("; ")
+        why, sign, change = printable(error).rpartition("; ")
         return launch("refused", why if sign else change, change if sign else "")
     if plan.python_tools == "limits":
         return launch("limits", _UNISOLATED, f'{entry.key}.python_tools = "container" in the manifest')

@@ -15,8 +15,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from executor.printable import printable
 from pool.config import ConfigError, Problem, Settings, read_file
-from pool.config_errors import dotted, plain, problems_of
+from pool.config_errors import dotted, problems_of
 from pool.config_types import PythonTools, format_duration
 from pool.manifest_models import KNOWN, PLUGIN_PREFIX, AgentTable, ManifestTables, ToolTable, tables_of
 
@@ -90,7 +91,7 @@ class Manifest:
         Raises ``ManifestError`` naming every problem.
         """
         if not base.is_absolute():
-            raise ManifestError([Problem("base", f"{plain(base, 300)} is not an absolute path")])
+            raise ManifestError([Problem("base", f"{printable(base, name=True, limit=300)} is not an absolute path")])
         try:
             agents = ManifestTables.model_validate(dict(tables)).agents
         except ValidationError as error:
@@ -122,7 +123,8 @@ class Manifest:
             raise _unknown(tool, "tool", list(dict.fromkeys(entry.name for entry in entries)))
         if len(found) > 1:
             agents = _listed([entry.agent for entry in found])
-            raise ManifestError([Problem(plain(tool), f"several agents have this tool: {agents}; pass --agent")])
+            where = printable(tool, name=True, limit=80)
+            raise ManifestError([Problem(where, f"several agents have this tool: {agents}; pass --agent")])
         return found[0]
 
 
@@ -202,7 +204,8 @@ def _widened(agent: str, settings: Settings, env: tuple[str, ...] | None, key: s
     for index, name in enumerate(env or ()):
         if name not in settings.agent(agent).env:
             allowing = dotted(("agents", agent, "env"))
-            text = f"{plain(name)} is not in the configuration's {allowing}; add it there, or leave it out here"
+            shown = printable(name, name=True, limit=80)
+            text = f"{shown} is not in the configuration's {allowing}; add it there, or leave it out here"
             yield Problem(f"{key}[{index}]", text)
 
 
@@ -239,10 +242,12 @@ def _unknown(name: str, kind: str, known: list[str]) -> ManifestError:
     near = [other for other in known if other.endswith(f"__{name}")]
     near = near or difflib.get_close_matches(name, known, n=3)
     if near:
-        text, end = f"{text}; did you mean {' or '.join(plain(other, 200) for other in near[:3])}", "? It has"
-    return ManifestError([Problem(plain(name), f"{text}{end} {_listed(known) if known else 'none'}")])
+        meant = " or ".join(printable(other, name=True, limit=200) for other in near[:3])
+        text, end = f"{text}; did you mean {meant}", "? It has"
+    where = printable(name, name=True, limit=80)
+    return ManifestError([Problem(where, f"{text}{end} {_listed(known) if known else 'none'}")])
 
 
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(plain(name, 200) for name in names[:_MOST_NAMES]) + more
+    return ", ".join(printable(name, name=True, limit=200) for name in names[:_MOST_NAMES]) + more

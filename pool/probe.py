@@ -20,7 +20,7 @@ from executor.call import Call
 from executor.cgroups import remove_parent
 from executor.cold import ColdSpec, cold_call
 from executor.engine import Engine, EngineEvent, EngineInfo, ImageInfo
-from executor.process import one_line
+from executor.printable import printable
 from executor.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
 from executor.result import EmberpoolError, ProfileMismatch
 from executor.sandbox import SandboxSpec, start_sandbox
@@ -165,10 +165,10 @@ class _Bench:
             done = await cold_call(self._link.engine, self.hub, spec, Call(argv=("id", "-u"), timeout=_COLD_TIMEOUT))
         finally:
             await self._remove(identity.name)
-        said = one_line(done.stdout)[:40]
+        said = printable(done.stdout, limit=40)
         wanted = user.partition(":")[0]
         if not done.ok or said == "0" or (wanted.isdigit() and said != wanted):
-            shown = one_line(done.stderr)[:200]
+            shown = printable(done.stderr, limit=200)
             raise ProfileMismatch(f"`id -u` said {said!r} where uid {wanted} was asked (exit {done.exit_code}) {shown}")
         return f"`id -u` said {said}, and its container is gone ({done.duration:.1f} s)"
 
