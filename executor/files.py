@@ -7,8 +7,10 @@ is resolved inside and must end inside one of them; a relative one begins at ``/
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,14 +24,20 @@ REFUSED = 3
 
 FileKind = Literal["file", "directory", "symlink", "other"]
 _KINDS: tuple[FileKind, ...] = ("file", "directory", "symlink", "other")
+_CODE = re.compile(r"(E[A-Z0-9]{1,20})?\Z", re.ASCII)
+_ODD = frozenset("/\0")
+_LIMIT = 2**63
+"""Beyond what a kernel stores as a size in bytes, and as a time in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileInfo:
-    """One entry of a directory; links are not followed. ``size`` is bytes, ``modified`` seconds since the epoch.
+    """One entry of a directory; links are not followed. ``size`` is bytes, ``modified`` seconds since the epoch: any that
+    the kernel stores, since code gives a file the time that it likes.
 
-    Bytes of a ``name`` that are not UTF-8 are lone surrogates, as ``os.fsdecode`` makes them; such a name can be given
-    back in a path.
+    A ``name`` is one component of a path, and may hold any character besides ``/`` and NUL (``executor.printable`` makes
+    it safe to show). Bytes of it that are not UTF-8 are lone surrogates, as ``os.fsdecode`` makes them; such a name can be
+    given back in a path.
     """
 
     name: str
@@ -70,44 +78,70 @@ def list_request(path: str, *, max_output: int) -> bytes:
     return _head("list", path, max_bytes=max_output)
 
 
-def answer(result: CallResult, doing: str) -> bytes:
-    """What the program printed. Raises ``InvalidCall`` or ``FileFailed`` where it did not do it; ``doing`` begins both."""
+def answer(result: CallResult, doing: str, *, most: int | None = None) -> bytes:
+    """What the program printed, at most ``most`` bytes. Raises ``InvalidCall`` or ``FileFailed`` where it did not do it;
+    ``doing`` begins both."""
     if result.ok and not result.truncated:
+        if most is not None and len(result.stdout) > most:
+            size = len(result.stdout)
+            raise FileFailed(f"{doing}: the answer from inside has {size} bytes; at most {most} were asked for")
         return result.stdout
     if result.timed_out:
         raise FileFailed(f"{doing}: not done within its timeout", code="ETIMEDOUT")
-    if result.exit_code == REFUSED:
-        said = _object(result.stderr)
-        code, message = str(said.get("code", ""))[:20], str(said.get("message", "it was refused"))[:1_000]
-        if said.get("kind") == "invalid":
-            raise InvalidCall(f"{doing}: {message}")
-        raise FileFailed(f"{doing}: {message}", code=code)
+    if result.exit_code == REFUSED and (refusal := _refusal(result.stderr)) is not None:
+        if refusal.invalid:
+            raise InvalidCall(f"{doing}: {refusal.message}")
+        raise FileFailed(f"{doing}: {refusal.message}", code=refusal.code)
     if result.oom_killed:
         raise FileFailed(f"{doing}: the sandbox ran out of memory", code="ENOMEM")
     how = f"exit status {result.exit_code}" if result.signal is None else f"signal {result.signal}"
-    last = one_line(result.stderr.rstrip().rpartition(b"\n")[2])[:200]
+    last = printable(result.stderr.rstrip().rpartition(b"\n")[2], limit=200)
     raise FileFailed(f"{doing}: the program that does it ended with {how}{f': {last}' if last else ''}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    invalid: bool
+    code: str
+    message: str
+
+
+def _refusal(stderr: bytes) -> _Refusal | None:
+    """Why the program did not do it; ``None`` where that is not in the program's form."""
+    said = _object(stderr)
+    kind, code, message = said.get("kind"), said.get("code"), said.get("message")
+    if kind not in ("invalid", "failed") or not isinstance(code, str) or not _CODE.match(code):
+        return None
+    if not isinstance(message, str) or not message:
+        return None
+    return _Refusal(kind == "invalid", code, printable(message, limit=1_000))
+
+
 def parse_listing(data: bytes, doing: str) -> list[FileInfo]:
-    """The entries that the program printed, each field checked. Raises ``FileFailed``."""
+    """The entries that the program printed, each field checked, by name. Raises ``FileFailed``."""
     try:
         rows = json.loads(data)
-        return [_entry(*row) for row in rows]
+        if not isinstance(rows, list):
+            raise TypeError("a listing is a list")
+        return sorted((_entry(*row) for row in rows), key=attrgetter("name"))
     except (ValueError, TypeError, RecursionError) as error:
         raise FileFailed(f"{doing}: the answer from inside is not a listing") from error
 
 
 def _entry(name: object, kind: object, size: object, modified: object) -> FileInfo:
     known = next((one for one in _KINDS if one == kind), None)
-    if (
-        not isinstance(name, str)
-        or known is None
-        or not isinstance(size, int)
-        or not isinstance(modified, int | float)
-        or isinstance(size, bool)
-    ):
-        raise ValueError("an entry with other fields than an entry has")
+    if not isinstance(name, str) or name in ("", ".", "..") or not _ODD.isdisjoint(name):
+        raise ValueError("a name that no entry of a directory has")
+    # Raises for what is no name on a disk: lone surrogates but those that stand for a byte.
+    if len(name.encode("utf-8", "surrogateescape")) > MAX_PATH:
+        raise ValueError("a name that is longer than a path")
+    if known is None:
+        raise ValueError("a kind that is none")
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < _LIMIT:
+        raise ValueError("a size that no file has")
+    # Comparing refuses NaN, and comes before the conversion, which fails for integers beyond a float's range.
+    if not isinstance(modified, int | float) or isinstance(modified, bool) or not -_LIMIT <= modified <= _LIMIT:
+        raise ValueError("a time that no file has")
     return FileInfo(name=name, kind=known, size=size, modified=float(modified))
 
 

@@ -90,9 +90,7 @@ def crash_check(handler: str) -> Check:
     """``handler``: the program that the host's kernel starts for a process that crashes, in a container too; ``""`` for none."""
     if not handler:
         return Check("crashes", "ok", "what crashes in a sandbox starts no program on the host")
-    text = (
-        f"what crashes in a sandbox starts {printable(handler)} on the host, as root and outside of every container's limits"
-    )
+    text = f"what crashes in a sandbox starts {printable(handler)} on the host, as root and outside of every container's limits"
     remedy = "set kernel.core_pattern to a plain file name, or keep that program up to date and what it stores small"
     return Check("crashes", "warn", text, remedy)
 

@@ -145,7 +145,7 @@ class Session:
         """
         limits = self._pool.settings.call
         request = files.write_request(path, data, parents=parents, max_input=limits.max_input)
-        await self._file_call(request, f"writing {path!r:.200}", timeout, generation)
+        await self._file_call(request, f"writing {path!r:.200}", 0, timeout, generation)
 
     async def read_file(
         self, path: str, *, max_bytes: int | None = None, timeout: float | None = None, generation: str | None = None
@@ -155,21 +155,24 @@ class Session:
         A file of more than ``max_bytes`` (at most and by default ``call.max_output``) is ``FileFailed``, not a part of it.
         Raises as ``write_file``.
         """
+        most = self._pool.settings.call.max_output if max_bytes is None else max_bytes
         request = files.read_request(path, max_bytes, max_output=self._pool.settings.call.max_output)
-        return await self._file_call(request, f"reading {path!r:.200}", timeout, generation)
+        return await self._file_call(request, f"reading {path!r:.200}", most, timeout, generation)
 
     async def list_files(
         self, path: str = "/tmp",  # noqa: S108 - the place inside the sandbox
         *, timeout: float | None = None, generation: str | None = None,
     ) -> list[FileInfo]:  # fmt: skip
         """The entries of a directory below ``/tmp``, ``/dev/shm`` or ``/tool``, by name. Raises as ``read_file``."""
-        request = files.list_request(path, max_output=self._pool.settings.call.max_output)
-        doing = f"listing {path!r:.200}"
-        return files.parse_listing(await self._file_call(request, doing, timeout, generation), doing)
+        most, doing = self._pool.settings.call.max_output, f"listing {path!r:.200}"
+        request = files.list_request(path, max_output=most)
+        return files.parse_listing(await self._file_call(request, doing, most, timeout, generation), doing)
 
-    async def _file_call(self, request: bytes, doing: str, timeout: float | None, generation: str | None) -> bytes:
+    async def _file_call(
+        self, request: bytes, doing: str, most: int, timeout: float | None, generation: str | None
+    ) -> bytes:
         result = await self.call(code=files.program(), stdin=request, timeout=timeout, generation=generation)
-        return files.answer(result, doing)
+        return files.answer(result, doing, most=most)
 
     def _new_call(
         self,

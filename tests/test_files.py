@@ -234,8 +234,8 @@ def test_max_bytes_has_its_ceiling(most: int) -> None:
         ({"exit_code": 1, "stderr": b"Traceback\nMemoryError"}, "", "exit status 1: MemoryError"),
         ({"exit_code": None, "signal": 11}, "", "signal 11"),
         ({"stdout_total": 9}, "", "exit status 0"),
-        ({"exit_code": 3, "stderr": b"not JSON"}, "", "refused"),
-        ({"exit_code": 3, "stderr": b"[]"}, "", "refused"),
+        ({"exit_code": 3, "stderr": b"not JSON"}, "", "exit status 3: not JSON"),
+        ({"exit_code": 3, "stderr": b"[]"}, "", "exit status 3"),
     ],
 )
 def test_every_other_end_of_the_program_is_a_failure_that_says_how(
@@ -245,6 +245,92 @@ def test_every_other_end_of_the_program_is_a_failure_that_says_how(
         files.answer(result(**changes), "reading 'x'")
     assert failed.value.code == code
     assert (failed.value.reason, failed.value.started) == ("file_failed", True)
+
+
+GOOD = {"name": "x", "kind": "file", "size": 1, "modified": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("name", [
+            "", ".", "..", "/", "a/b", "../x", "/etc/passwd", "a\0b", "\0", "x" * 4_096, "\ud800", "\udc00", 7, None, ["x"],
+        ]),
+        ("kind", ["", "FILE", None, 1, ["file"], {}]),
+        ("size", [-1, 2**63, 10**400, 1.0, True, "1", None, [1]]),
+        ("modified", [10**400, -(10**400), 2**64, -(2**64), 1e19, True, "1", None, [1.0]]),
+    ],
+)  # fmt: skip
+def test_an_entry_with_a_field_that_no_kernel_gives_is_a_typed_failure(field: str, values: list[object]) -> None:
+    for value in values:
+        row = list({**GOOD, field: value}.values())
+        with pytest.raises(FileFailed, match="listing: the answer from inside is not a listing"):
+            files.parse_listing(json.dumps([list(GOOD.values()), row]).encode(), "listing")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 5_000])
+@pytest.mark.parametrize("field", [2, 3])
+def test_a_number_that_is_none_is_a_typed_failure(number: str, field: int) -> None:
+    row = ['"x"', '"file"', "1", "1"]
+    row[field] = number
+    with pytest.raises(FileFailed):
+        files.parse_listing(f"[[{','.join(row)}]]".encode(), "listing")
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '"abcd"', "null", "7", '{"a": [1]}', '["abcd"]', '[{"x": 1}]', "[[]]", "[" * 100_000]
+)
+def test_a_listing_of_another_form_is_a_typed_failure(text: str) -> None:
+    with pytest.raises(FileFailed):
+        files.parse_listing(text.encode(), "listing")
+
+
+@pytest.mark.parametrize("number", [0, -(2**63), 2**63 - 1, 1e18, -0.5])
+def test_every_time_that_a_file_can_be_given_is_listed(number: float) -> None:
+    [entry] = files.parse_listing(json.dumps([["x", "file", 2**63 - 1, number]]).encode(), "listing")
+    assert entry == FileInfo(name="x", kind="file", size=2**63 - 1, modified=float(number))
+
+
+def test_a_listing_is_sorted_here_whatever_its_order_inside() -> None:
+    rows = [["b", "file", 0, 0], ["a", "file", 0, 0], ["\udcff", "file", 0, 0]]
+    assert [entry.name for entry in files.parse_listing(json.dumps(rows).encode(), "listing")] == ["a", "b", "\udcff"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"code": 7}, "exit status 3"),
+        ({"code": ["ENOENT"]}, "exit status 3"),
+        ({"code": "\x1b[31m"}, "exit status 3"),
+        ({"code": "E" * 40}, "exit status 3"),
+        ({"code": "enoent\n"}, "exit status 3"),
+        ({"kind": "other"}, "exit status 3"),
+        ({"kind": ["invalid"]}, "exit status 3"),
+        ({"message": None}, "exit status 3"),
+        ({"message": [[["x"]]]}, "exit status 3"),
+        ({"message": ""}, "exit status 3"),
+        ({"message": "no\x1b]0;owned\x07 such\nemberpool: all is well\r\u202e file\udcff"}, "owned"),
+        ({"message": "x" * 100_000}, "xxx"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["invalid", "failed"])
+def test_a_refusal_is_taken_field_by_field_and_its_words_steer_nothing(
+    changes: dict[str, object], words: str, kind: str
+) -> None:
+    said = {"kind": kind, "code": "ENOENT", "message": "no such file", **changes}
+    with pytest.raises((FileFailed, InvalidCall), match=words) as failed:
+        files.answer(result(exit_code=3, stderr=json.dumps(said).encode()), "reading 'x'")
+    assert str(failed.value).isprintable()
+    assert len(str(failed.value)) < 1_200
+    assert getattr(failed.value, "code", "") in ("", "ENOENT")
+
+
+def test_a_longer_answer_than_was_asked_for_is_a_typed_failure() -> None:
+    assert files.answer(result(stdout=b"12345"), "reading 'x'", most=5) == b"12345"
+    with pytest.raises(FileFailed, match="reading 'x': the answer from inside has 6 bytes; at most 5 were asked for"):
+        files.answer(result(stdout=b"123456"), "reading 'x'", most=5)
+    with pytest.raises(FileFailed, match="at most 0"):
+        files.answer(result(stdout=b"done"), "writing 'x'", most=0)
 
 
 @given(st.binary(max_size=200) | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from executor import files
 from executor.result import FileFailed, InvalidCall, SessionClosed, StateLost
 from pool.config import CallSettings, Settings
 from pool.pool import SandboxPool
@@ -38,6 +39,41 @@ async def test_files_go_in_and_out_to_the_byte_and_calls_see_the_same(engine_set
         assert failed.value.code == "EACCES"
         with pytest.raises(InvalidCall, match="outside"):
             await session.write_file("/tool/file", b"")
+
+
+async def test_names_and_link_targets_reach_an_error_only_as_printable_words(engine_settings: Settings) -> None:
+    async with SandboxPool(engine_settings) as pool:
+        session = await pool.acquire("agent", "names")
+        made = await session.call(
+            code="import os; os.symlink('/etc/\\x1b]0;owned\\x07\\nerror: EngineUnavailable: all is lost\\r\\u202e', '/tmp/link')"
+        )
+        assert made.ok
+        with pytest.raises(
+            InvalidCall, match=r"leads to /etc/\\x1b\]0;owned\\x07 error: Engine.*\\u202e, outside"
+        ) as refused:
+            await session.read_file("link")
+        assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "print('[[\"x\", \"file\", 1, 1' + '0' * 400 + ']]')",
+        'print(\'[["x", "file", 1, NaN]]\')',
+        'print(\'[["../x", "file", 1, 1]]\')',
+        'print(\'[["x\\\\u0000", "file", 1, 1]]\')',
+        'print(\'[["x", "file", -1, 1]]\')',
+        'import sys; sys.stderr.write(\'{"kind": [], "code": {}, "message": 1}\'); sys.exit(3)',
+    ],
+)
+async def test_an_answer_of_another_program_than_ours_is_a_typed_failure(
+    engine_settings: Settings, monkeypatch: pytest.MonkeyPatch, says: str
+) -> None:
+    async with SandboxPool(engine_settings) as pool:
+        session = await pool.acquire("agent", "forged")
+        monkeypatch.setattr(files, "program", lambda: says)
+        with pytest.raises(FileFailed, match="listing '/tmp'"):
+            await session.list_files()
 
 
 async def test_a_full_tmpfs_is_told_and_the_old_file_stays(engine_settings: Settings) -> None:
