@@ -179,7 +179,7 @@ class ArmedRunner:
                         self.problem = f"protocol: {error}"
                     tasks.cancel_scope.cancel()
         except (EmberpoolError, OSError) as error:  # no client could be started, so nothing inside knows of it
-            self.stderr.add(str(error).encode())
+            self.stderr.add(printable(error).encode())
         finally:
             self._channel = None
             if self.state is not RunnerState.ENDED:
@@ -248,9 +248,10 @@ class ArmedRunner:
             self.problem = "what the call left could not be proven dead"
             self._become(RunnerState.ENDED)
         elif kind == frames.POISONED and state in (RunnerState.ARMED, RunnerState.BUSY):
-            self.problem = printable(frame.payload)
+            said = printable(frame.payload)
+            self.problem = f"it is unfit: {said}"  # not its words alone, which might be those of a broken protocol
             if call is not None:
-                call.refused = self.problem
+                call.refused = said
                 call.finish()
             self._become(RunnerState.ENDED)
         else:

@@ -195,13 +195,14 @@ class Sandbox:
     def _check_hello(self, facts: dict[str, object]) -> None:
         spec, files = self._spec, facts.get("files")
         own = [
-            Finding(point, wanted, facts.get(key), "equal" if facts.get(key) == wanted else "weaker")
+            Finding(point, wanted, found, "equal" if type(found) is type(wanted) and found == wanted else "weaker")
             for point, key, wanted in (
                 ("nonce in /tool", "nonce", spec.nonce),
                 ("runner protected from tool code", "undumpable", True),
                 ("orphans come home to the runner", "subreaper", True),
                 ("runner's own problem", "problem", ""),
             )
+            for found in (facts.get(key),)
         ]
         if not isinstance(facts.get("alone"), bool):
             own.append(Finding("what else runs", "known", facts.get("alone"), "unreadable"))

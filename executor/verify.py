@@ -46,10 +46,21 @@ class Finding:
 
 def require(findings: Sequence[Finding]) -> None:
     """Raise ``ProfileMismatch`` naming every point that is not equal."""
-    bad = [f"{f.point}: asked {f.wanted!r}, found {str(f.found)[:120]!r} ({f.verdict})" for f in findings]
-    bad = [text for text, finding in zip(bad, findings, strict=True) if finding.verdict != "equal"]
+    bad = [
+        f"{f.point}: asked {f.wanted!r}, found {_shown(f.found)} ({f.verdict})"
+        for f in findings
+        if f.verdict != "equal"
+    ]
     if bad:
         raise ProfileMismatch("the boundary is weaker than the profile, or cannot be read back: " + "; ".join(bad))
+
+
+def _shown(found: object) -> str:
+    """The beginning of what was found, quoted; it may be anything that can be read from JSON."""
+    try:
+        return repr(str(found)[:120])
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists
+        return "what cannot be shown"
 
 
 def probe_argv() -> tuple[str, ...]:

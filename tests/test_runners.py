@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+from structlog.testing import capture_logs
 
 from executor import frames
 from executor.armed import SEND_TIMEOUT, WINDOW, ArmedRunner, RunnerConfig, RunnerState
@@ -349,6 +350,23 @@ async def test_a_poisoned_runner_that_does_not_end_is_not_waited_for(place: Site
         await _gone(place)
 
 
+@pytest.mark.parametrize(
+    "said", [b"\x1b]0;owned\x07\r\nerror: all is well \xe2\x80\xae\x9b1m", b"\xff" * 256, b"protocol: it says"]
+)
+async def test_what_an_unfit_runner_says_is_quoted_in_printable_words_and_decides_nothing(
+    place: Site, said: bytes
+) -> None:
+    box = await place.start()
+    with capture_logs() as logs:
+        place.engine.runners[0].say(frames.POISONED, said)
+        await _gone(place)
+        answer = await _call(box, "echo x")
+    _died(answer, "runner", started=False)
+    reasons = [str(entry["reason"]) for entry in logs if entry["event"] == "runner.lost"]
+    assert len(reasons) == 1
+    assert all(text.isprintable() for text in (str(answer), *reasons))
+
+
 async def test_what_could_not_be_proven_dead_ends_the_sandbox(place: Site) -> None:
     box = await place.start(calls=0)
     assert isinstance(await _call(box, "dirty; echo x"), CallResult)
@@ -438,13 +456,26 @@ def _drops_files(facts: dict[str, Any]) -> None:
     del facts["files"]
 
 
+def _nested(depth: int) -> list[Any]:
+    lists: list[Any] = []
+    for _ in range(depth):
+        lists = [lists]
+    return lists
+
+
 WEAKER: dict[str, Callable[[dict[str, Any]], object]] = {
     "dumpable": lambda facts: facts.update(undumpable=False),
     "no subreaper": lambda facts: facts.update(subreaper=False),
     "alone unknown": lambda facts: facts.update(alone="perhaps"),
     "another nonce": lambda facts: facts.update(nonce="another"),
     "a problem": lambda facts: facts.update(problem="preload: left a thread"),
-    "1 for true": lambda facts: facts.update(undumpable="yes"),
+    "a text for true": lambda facts: facts.update(undumpable="yes"),
+    "1 for true": lambda facts: facts.update(undumpable=1),
+    "lists in lists": lambda facts: facts.update(undumpable=_nested(900), nonce=_nested(900)),
+    "words that steer a terminal": lambda facts: facts.update(problem="\x1b]0;owned\x07\nerror: all is well\r\u202e"),
+    "a number of thousands of digits": lambda facts: facts["files"].update(
+        {"/proc/self/status": facts["files"]["/proc/self/status"].replace("CapEff:\t0", "CapEff:\t" + "f" * 10_000)}
+    ),
     "no files": _drops_files,
     "files of a wrong form": lambda facts: facts.update(files=dict.fromkeys(facts["files"], 7)),
     "nothing": lambda facts: facts.clear(),
@@ -458,7 +489,9 @@ WEAKER: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("what", WEAKER)
 async def test_a_weaker_hello_is_no_sandbox(place: Site, what: str) -> None:
     place.engine.hello = WEAKER[what]  # type: ignore[assignment]
-    assert isinstance(await outcome(place.start), ProfileMismatch)
+    error = await outcome(place.start)
+    assert isinstance(error, ProfileMismatch)
+    assert str(error).isprintable()
     # Its owner removes the container; nothing of the runner is left behind.
     await until(lambda: not place.engine._clients, limit=5)
 

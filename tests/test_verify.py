@@ -40,6 +40,13 @@ def bad(findings: list[Finding]) -> dict[str, str]:
     return {finding.point: finding.verdict for finding in findings if finding.verdict != "equal"}
 
 
+def _deep(depth: int) -> list[Any]:
+    lists: list[Any] = []
+    for _ in range(depth):
+        lists = [lists]
+    return lists
+
+
 def test_recorded_docker_sandbox_is_equal_at_every_point() -> None:
     assert bad(inspected(RECORD)) == {}
     assert bad(looked(INSIDE)) == {}
@@ -342,6 +349,24 @@ def test_probe_parts_every_file_by_the_nonce() -> None:
     assert argv[:2] == ("cat", "/tool/nonce")
     assert argv[2::2] == INSIDE_FILES
     assert set(argv[1::2]) == {"/tool/nonce"}
+
+
+ODD: dict[str, object] = {
+    "a number of thousands of digits": 16**10_000,
+    "the same in a list": [-(16**10_000)],
+    "no number": float("nan"),
+    "words that steer a terminal": "\x1b[2J\udcff" * 100,
+    "bytes": b"\xff",
+    "lists in lists": _deep(5_000),
+}
+
+
+@pytest.mark.parametrize("found", ODD.values(), ids=ODD)
+def test_a_refusal_names_whatever_was_found_in_few_printable_words(found: object) -> None:
+    with pytest.raises(ProfileMismatch, match="point: asked 1, found") as refused:
+        require([Finding("point", 1, found, "weaker")])
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 1_000
 
 
 def test_number_beyond_all_numbers_is_unreadable() -> None:
