@@ -319,7 +319,7 @@ _PODMAN_ACTIONS = {"died": "die", "remove": "destroy", "exec_died": "exec_die"}
 
 def _docker_info(raw: dict[str, Any]) -> dict[str, Any]:
     return {
-        "version": str(raw.get("ServerVersion") or ""),
+        "version": printable(raw.get("ServerVersion") or ""),
         "cgroup_driver": str(raw.get("CgroupDriver") or ""),
         "cgroup_version": str(raw.get("CgroupVersion") or ""),
         "memory": int(raw.get("MemTotal") or 0),
@@ -327,10 +327,10 @@ def _docker_info(raw: dict[str, Any]) -> dict[str, Any]:
         "rootless": any("rootless" in option for option in raw.get("SecurityOptions") or ()),
         "runtimes": tuple(raw.get("Runtimes") or ()),
         "default_runtime": str(raw.get("DefaultRuntime") or ""),
-        "runtime_version": str((raw.get("RuncCommit") or {}).get("ID") or ""),
+        "runtime_version": printable((raw.get("RuncCommit") or {}).get("ID") or ""),
         "data_root": str(raw.get("DockerRootDir") or ""),
         "time": str(raw.get("SystemTime") or ""),
-        "warnings": tuple(raw.get("Warnings") or ()),
+        "warnings": tuple(printable(warning) for warning in raw.get("Warnings") or ()),
     }
 
 
@@ -338,7 +338,7 @@ def _podman_info(raw: dict[str, Any]) -> dict[str, Any]:
     host = raw.get("host") or {}
     runtime = host.get("ociRuntime") or {}
     return {
-        "version": str((raw.get("version") or {}).get("Version") or ""),
+        "version": printable((raw.get("version") or {}).get("Version") or ""),
         "cgroup_driver": str(host.get("cgroupManager") or ""),
         "cgroup_version": str(host.get("cgroupVersion") or "").removeprefix("v"),
         "memory": int(host.get("memTotal") or 0),
@@ -346,7 +346,7 @@ def _podman_info(raw: dict[str, Any]) -> dict[str, Any]:
         "rootless": bool((host.get("security") or {}).get("rootless")),
         "runtimes": (str(runtime.get("name") or ""),),
         "default_runtime": str(runtime.get("name") or ""),
-        "runtime_version": str(runtime.get("version") or ""),
+        "runtime_version": printable(runtime.get("version") or ""),
         "data_root": str((raw.get("store") or {}).get("graphRoot") or ""),
         "time": "",
         "warnings": (),

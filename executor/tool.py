@@ -18,6 +18,7 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
+from executor.printable import printable
 from executor.result import CallResult, InvalidCall
 
 MAX_ERROR = 4_000
@@ -188,24 +189,29 @@ def tool_code(tool: Tool, root: str) -> str:
 class ToolResult:
     """What a tool's caller gets: ``output`` where it is ``ok``, else what went wrong in ``error`` (and no output).
 
-    Bytes that are no UTF-8 are replaced in both; ``result`` has them as they came.
+    ``error`` is ``verdict``, what is known here of the call's end, or else the tool's own words, which may claim anything;
+    in those, all but line breaks and tabs that a terminal would obey is escaped. Bytes of ``output`` that are no UTF-8 are
+    replaced. ``result`` has everything as it came.
     """
 
     ok: bool
     output: str
     error: str
     result: CallResult
+    verdict: str = ""
 
 
 def tool_result(tool: Tool, result: CallResult) -> ToolResult:
     """What the end of a tool's call means. A function's output that was cut off is an error: half a JSON is none."""
     cut = tool.inline is None and result.stdout_total > len(result.stdout) + result.stdout_streamed
-    error = _failure(result) or (_too_long(result) if cut else "")
+    verdict = _verdict(result) or (_too_long(result) if cut and result.exit_code == 0 else "")
+    error = verdict or (_said(result) if result.exit_code != 0 else "")
     output = "" if error else result.stdout.decode("utf-8", "replace")
-    return ToolResult(ok=not error, output=output, error=error, result=result)
+    return ToolResult(ok=not error, output=output, error=error, result=result, verdict=verdict)
 
 
-def _failure(result: CallResult) -> str:
+def _verdict(result: CallResult) -> str:
+    """What is known here of a call that failed; ``""`` where nothing is besides the tool's own words."""
     if result.timed_out:
         return f"the tool timed out after {result.duration:.3g} s (its own timeout, else call.timeout)"
     if result.oom_killed:
@@ -214,9 +220,14 @@ def _failure(result: CallResult) -> str:
         return "the tool was killed by its CPU limit (sandbox.cpu_seconds)"
     if result.signal is not None:
         return f"the tool was killed by signal {result.signal}{_signal_name(result.signal)}"
-    if result.exit_code != 0:
-        return _said(result) or f"the tool ended with exit status {result.exit_code} and said nothing"
-    return ""
+    if result.exit_code == 0:
+        return ""
+    if result.stderr_total > len(result.stderr) + result.stderr_streamed:
+        return (
+            f"the tool ended with exit status {result.exit_code}; it printed {result.stderr_total} bytes, and of why it"
+            " failed nothing was kept (call.max_output)"
+        )
+    return "" if _said(result) else f"the tool ended with exit status {result.exit_code} and said nothing"
 
 
 def _too_long(result: CallResult) -> str:
@@ -229,16 +240,11 @@ def _too_long(result: CallResult) -> str:
 
 def _said(result: CallResult) -> str:
     """The end of what a failed tool wrote to stderr: its traceback, with those of the causes, or its last words."""
-    if result.stderr_total > len(result.stderr) + result.stderr_streamed:
-        return (
-            f"the tool ended with exit status {result.exit_code}; it printed {result.stderr_total} bytes, and of why it"
-            " failed nothing was kept (call.max_output)"
-        )
     text = result.stderr.decode("utf-8", "replace").rstrip()
     begin = text.rfind(_TRACEBACK)
     while begin > 0 and text.endswith(_LINKS, 0, begin) and (cause := text.rfind(_TRACEBACK, 0, begin)) >= 0:
         begin = cause
-    text = text[max(begin, 0) :].lstrip("\n")
+    text = printable(text[max(begin, 0) :].lstrip("\n"), lines=True)
     return text if len(text) <= MAX_ERROR else "... " + text[4 - MAX_ERROR :]
 
 

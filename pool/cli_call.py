@@ -18,11 +18,13 @@ import typer
 from executor.result import CallResult
 from pool import interrupts
 from pool.cli_errors import told
+from pool.cli_output import say, write_call
 from pool.config import Settings, load_settings
 from pool.pool import SandboxPool
 from pool.startup import make_ready
 
 TIMED_OUT = 124
+RAW = "Write its bytes to a terminal as they are: they may steer it, and imitate any line."
 
 
 def call(
@@ -33,8 +35,11 @@ def call(
     timeout: Annotated[float | None, typer.Option(help="Seconds; at most call.timeout.")] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="The configuration.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole outcome as one JSON object.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help=RAW)] = False,
 ) -> None:
     """Run a command, or Python source, in a fresh hardened sandbox; what it prints is printed, its status is the status.
+
+    On a terminal its lines begin with out| or err|, and control characters are shown escaped; elsewhere bytes stay bytes.
 
     What is piped into this command is the call's stdin. A timeout ends with status 124, a death by signal N with 128 + N, a
     refusal with 1 and one line that says why. No state is kept: the sandbox is gone afterwards.
@@ -49,12 +54,8 @@ def call(
     if as_json:
         typer.echo(json.dumps(result_object(result)))
     else:
-        sys.stdout.buffer.write(result.stdout)
-        sys.stdout.flush()
-        sys.stderr.buffer.write(result.stderr)
-        sys.stderr.flush()
-        for note in _notes(result):
-            typer.echo(f"emberpool: {note}", err=True)
+        own = [f"emberpool: {note}" for note in _notes(result)]
+        write_call([("out", result.stdout), ("err", result.stderr)], own, raw=raw)
     raise typer.Exit(_status(result))
 
 
@@ -73,7 +74,7 @@ async def _call(
     stdin: bytes,
     timeout: float | None,
 ) -> CallResult:
-    await make_ready(settings, lambda text: typer.echo(f"emberpool: {text}", err=True))
+    await make_ready(settings, lambda text: say(f"emberpool: {text}", err=True))
     async with swept(settings), SandboxPool(settings) as pool:
         session = await pool.acquire(*key)
         return await session.call(command, code=source, stdin=stdin, timeout=timeout)

@@ -13,7 +13,7 @@ import typer
 from executor.cgroups import remove_parent
 from executor.locate import find_engine
 from executor.result import EmberpoolError
-from pool import interrupts
+from pool import cli_output, interrupts
 from pool.cleanup import DeadPool, Leftover, Survey, clean, examine, others, survey
 from pool.config import ConfigError, Settings, load_settings
 from pool.connection import shared_profile
@@ -46,10 +46,11 @@ def cleanup(
         place = (state_dir or settings.pool.state_dir).absolute()
         done = interrupts.run(_cleanup, settings, place, dry_run, as_json)
     except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
+        for line in f"error: {error}".split("\n"):
+            cli_output.say(line, err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        typer.echo("error: interrupted; run it again to remove the rest", err=True)
+        cli_output.say("error: interrupted; run it again to remove the rest", err=True)
         raise typer.Exit(130) from None
     if as_json:
         typer.echo(json.dumps(done.shown, indent=2))
@@ -66,7 +67,7 @@ class _Done:
 async def _cleanup(settings: Settings, place: Path, dry_run: bool, quiet: bool) -> _Done:
     def say(text: str, *, err: bool = False) -> None:
         if not quiet:
-            typer.echo(text, err=err)
+            cli_output.say(text, err=err)
 
     with survey(place) as found:
         for skipped in found.skipped:

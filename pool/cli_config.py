@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from executor.printable import printable
+from pool.cli_output import say
 from pool.config import ConfigError, Loaded, check_host, each_setting, load
 from pool.config_types import (
     format_duration,
@@ -59,13 +61,13 @@ def check(
             typer.echo(json.dumps({"ok": False, "problems": problems}, indent=2))
         else:
             for problem in problems:
-                typer.echo(problem, err=True)
+                say(problem, err=True)
         raise typer.Exit(1)
     if as_json:
         settings = loaded.settings.model_dump(mode="json")
         typer.echo(json.dumps({"ok": True, "settings": settings, "origins": dict(loaded.origins)}, indent=2))
         return
-    typer.echo("ok")
+    say("ok")
     console = Console(highlight=False)
     if not sys.stdout.isatty():
         console.width = _PIPE_WIDTH
@@ -80,7 +82,7 @@ def host_memory() -> int:
 def _table(loaded: Loaded) -> Table:
     table = Table("setting", Column("value", overflow="fold"), "from", box=box.SIMPLE_HEAD, pad_edge=False)
     for where, field, value in each_setting(loaded.settings):
-        table.add_row(Text(where), Text(_written(field, value)), Text(loaded.origins[where]))
+        table.add_row(*(Text(printable(cell)) for cell in (where, _written(field, value), loaded.origins[where])))
     return table
 
 

@@ -14,6 +14,8 @@ from typing import Annotated
 import anyio
 import typer
 
+from executor.printable import printable
+from pool.cli_output import say
 from pool.doctor import Check, examine_file
 
 _COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
@@ -32,7 +34,7 @@ def doctor(
     """
     checks = anyio.run(_examined, config)
     if checks is None:
-        typer.echo("error: interrupted", err=True)
+        say("error: interrupted", err=True)
         raise typer.Exit(130)
     ok = all(check.status != "fail" for check in checks)
     if as_json:
@@ -62,6 +64,8 @@ async def _examined(config: Path | None) -> list[Check] | None:
 
 
 def _print(checks: Sequence[Check]) -> None:
+    # An engine's words are among them.
+    checks = [Check(printable(one.name), one.status, printable(one.detail), printable(one.remedy)) for one in checks]
     width = max(len(check.name) for check in checks)
     for check in checks:
         remedy = f" -> {check.remedy}" if check.remedy else ""
@@ -69,4 +73,4 @@ def _print(checks: Sequence[Check]) -> None:
         typer.echo(f"{status}  {check.name:<{width}}  {check.detail}{remedy}")
     counts = Counter(check.status for check in checks)
     verdict = "a pool cannot run like this" if counts["fail"] else "a pool can run"
-    typer.echo(f"{verdict}: {counts['ok']} ok, {counts['warn']} to know of, {counts['fail']} failed")
+    say(f"{verdict}: {counts['ok']} ok, {counts['warn']} to know of, {counts['fail']} failed")

@@ -17,8 +17,10 @@ from executor import private
 from executor.debian import Report
 from executor.image import DEFAULT_IMAGE, ensure_image
 from executor.locate import find_engine
+from executor.printable import printable
 from executor.result import EmberpoolError
 from pool import interrupts
+from pool.cli_output import say
 
 engine_app = typer.Typer(no_args_is_help=True, help="The container engine: find one, or run a private one.")
 image_app = typer.Typer(no_args_is_help=True, help="The image that sandboxes run.")
@@ -31,7 +33,7 @@ def engine_up() -> None:
     """Make sure that a container engine answers; on Debian or Ubuntu as root, install and start a private one."""
     ready = _run(private.up)
     state = "started" if ready.started else "already up"
-    typer.echo(f"engine {state}: {ready.info.kind} {ready.info.version}, {ready.endpoint.found}")
+    say(f"engine {state}: {ready.info.kind} {ready.info.version}, {ready.endpoint.found}")
 
 
 @engine_app.command("down")
@@ -40,7 +42,7 @@ def engine_down(
 ) -> None:
     """Stop the private engine, and nothing that `engine up` did not start."""
     stopped = _run(lambda report: private.down(force=force, report=report))
-    typer.echo("private engine stopped" if stopped else "no private engine runs; nothing to stop")
+    say("private engine stopped" if stopped else "no private engine runs; nothing to stop")
 
 
 @engine_app.command("status")
@@ -52,13 +54,13 @@ def engine_status(
     if as_json:
         typer.echo(json.dumps(asdict(status)))
     elif status.answers:
-        typer.echo(f"{status.kind} {status.version}, {status.found}")
+        say(f"{status.kind} {status.version}, {status.found}")
     if status.pid is not None and not as_json:
         pools = ", ".join(f"pid {pid}" for pid in status.pools) or "none"
-        typer.echo(f"private engine: pid {status.pid}; pools on it: {pools}")
+        say(f"private engine: pid {status.pid}; pools on it: {pools}")
     if not status.answers:
         if not as_json:
-            typer.echo(f"error: {_line(status.problem)}", err=True)
+            say(f"error: {status.problem}", err=True)
         raise typer.Exit(1)
 
 
@@ -74,7 +76,7 @@ def image_build(
         made = await ensure_image(engine, image, report, rebuild=rebuild)
         return f"image {image} ready: {made.id.removeprefix('sha256:')[:12]}, {made.size / 1e6:.0f} MB"
 
-    typer.echo(_run(build))
+    say(_run(build))
 
 
 def _run(work: Callable[[Report], Awaitable[_T]]) -> _T:
@@ -83,10 +85,10 @@ def _run(work: Callable[[Report], Awaitable[_T]]) -> _T:
         with _progress() as report:
             return interrupts.run(work, report)
     except EmberpoolError as error:
-        typer.echo(f"error: {_line(str(error))}", err=True)
+        say(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        typer.echo("error: interrupted", err=True)
+        say("error: interrupted", err=True)
         raise typer.Exit(130) from None
 
 
@@ -94,12 +96,8 @@ def _run(work: Callable[[Report], Awaitable[_T]]) -> _T:
 def _progress() -> Iterator[Report]:
     """A spinner with the latest line on a terminal; elsewhere each line on stderr as it comes."""
     if not sys.stderr.isatty():
-        yield lambda line: typer.echo(line, err=True)
+        yield lambda line: say(line, err=True)
         return
     console = Console(stderr=True)
     with console.status("looking for an engine") as shown:
-        yield lambda line: shown.update(escape(line))
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())
+        yield lambda line: shown.update(escape(printable(line)))

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from executor.result import EmberpoolError
+from pool.cli_output import say
 from pool.config import ConfigError
 
 REFUSED, INTERRUPTED = 1, 130
@@ -21,16 +22,18 @@ def told(*, as_json: bool = False) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        typer.echo(f"error: {error}", err=True)
+        first, *more = str(error).split("\n")
+        for line in (f"error: {first}", *more):
+            say(line, err=True)
         raise typer.Exit(REFUSED) from None
     except EmberpoolError as error:
         if as_json:
             typer.echo(json.dumps(error_object(error)))
         else:
-            typer.echo(f"error: {type(error).__name__}: {error}", err=True)
+            say(f"error: {type(error).__name__}: {error}", err=True)
         raise typer.Exit(REFUSED) from None
     except KeyboardInterrupt:
-        typer.echo("error: interrupted", err=True)
+        say("error: interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
 
 

@@ -14,8 +14,9 @@ import typer
 from executor.printable import printable
 from executor.tool import ToolResult
 from pool import interrupts
-from pool.cli_call import one_shot, result_object, swept
+from pool.cli_call import RAW, one_shot, result_object, swept
 from pool.cli_errors import told
+from pool.cli_output import say, write_call
 from pool.config import Settings, load_settings
 from pool.doctor import examine
 from pool.launch import Launch, check_launch, failed
@@ -41,45 +42,43 @@ def run(
     session: Annotated[str, typer.Option(help="The session's name.")] = "cli",
     config: _Config = None,
     as_json: _Json = False,
+    raw: Annotated[bool, typer.Option("--raw", help=RAW)] = False,
 ) -> None:
     """Call a tool with ARGS and print what it returns; where it runs is what the configuration says.
 
     In a container, it is a fresh one that is gone afterwards: no state is kept. A tool that fails ends with status 1 and its
-    error on stderr, a refusal too.
+    error on stderr, a refusal too. On a terminal the tool's lines begin with out| or err|, and control characters are shown
+    escaped; elsewhere bytes stay bytes.
     """
     with told(as_json=as_json):
         settings = load_settings(config)
         plan = plan_tool(load_manifest(manifest).find(tool, agent), settings)
         arguments = sys.stdin.buffer.read(settings.call.max_input + 1) if args == "-" else args
         result = interrupts.run(_run, settings, plan, arguments, session)
-    _print(result, as_json)
+    _print(result, as_json, raw)
     raise typer.Exit(0 if result.ok else 1)
 
 
 async def _run(settings: Settings, plan: ToolPlan, arguments: str | bytes, session: str) -> ToolResult:
     if plan.python_tools == "limits":
         return await run_on_host(plan, arguments, settings)
-    await make_ready(settings, lambda text: typer.echo(f"emberpool: {text}", err=True))
+    await make_ready(settings, lambda text: say(f"emberpool: {text}", err=True))
     alone = one_shot(settings)
     async with swept(alone), SandboxPool(alone) as pool:
         return await pool.run_tool(plan, arguments, session=session)
 
 
-def _print(result: ToolResult, as_json: bool) -> None:
+def _print(result: ToolResult, as_json: bool, raw: bool) -> None:
     if as_json:
         shown = {"ok": result.ok, "output": result.output, "error": result.error}
         typer.echo(json.dumps({**shown, "result": result_object(result.result)}))
         return
+    # As UTF-8 whatever the locale: it may be one that has no such characters.
+    output = (
+        f"{result.output}\n".encode() if result.output and not result.output.endswith("\n") else result.output.encode()
+    )
     # What the tool printed; where it failed, its traceback is the end of that.
-    sys.stderr.buffer.write(result.result.stderr)
-    sys.stderr.flush()
-    if result.output:
-        # As UTF-8 whatever the locale: it may be one that has no such characters.
-        end = "" if result.output.endswith("\n") else "\n"
-        sys.stdout.buffer.write(f"{result.output}{end}".encode())
-        sys.stdout.flush()
-    if result.error and result.error not in result.result.stderr.decode("utf-8", "replace"):
-        typer.echo(result.error, err=True)
+    write_call([("err", result.result.stderr), ("out", output)], [result.verdict] if result.verdict else [], raw=raw)
 
 
 @tool_app.command("list")
@@ -91,12 +90,13 @@ def list_tools(manifest: _Manifest, config: _Config = None, as_json: _Json = Fal
     if as_json:
         typer.echo(json.dumps([{**_facts(entry), "python_tools": place} for entry, place in rows]))
         return
-    cells = [(entry.agent, entry.name, place, printable(entry.description)) for entry, place in rows]
+    cells = [(entry.agent, entry.name, place, entry.description) for entry, place in rows]
     _print_aligned([("agent", "tool", "runs in", "description"), *cells])
 
 
 def _print_aligned(rows: Sequence[tuple[str, ...]]) -> None:
     """Columns as wide as what is in them; the last one is as long as it is."""
+    rows = [tuple(printable(cell) for cell in row) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     for row in rows:
         *cells, last = row
@@ -145,4 +145,4 @@ def _print_launches(launches: list[Launch]) -> None:
         _print_aligned(rows)
     unisolated = sorted({one.agent for one in launches if one.runs == "limits"})
     if unisolated:
-        typer.echo(f"agents with tools that run unisolated: {', '.join(unisolated)}")
+        say(f"agents with tools that run unisolated: {', '.join(unisolated)}")

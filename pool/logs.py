@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from collections.abc import MutableMapping
+from typing import Any, TextIO
 
 import structlog
+
+from executor.printable import printable
+
+
+def _printable_values(logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Make every text of a log line printable: some are words of an engine, or came from inside."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = printable(value, lines=key == "exception")
+    return event
 
 
 def configure(level: str = "info", stream: TextIO | None = None) -> None:
@@ -18,6 +29,7 @@ def configure(level: str = "info", stream: TextIO | None = None) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
+            _printable_values,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),

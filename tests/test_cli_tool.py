@@ -235,7 +235,7 @@ def test_a_description_cannot_command_the_terminal(desk: Desk) -> None:
     text = MANIFEST.replace("Adds [two] numbers.", "[red]a\\u001b[31m\\nb\\tc\\u202e")
     Path(desk.manifest).write_text(text)
     done = desk.invoke("tool", "list", desk.manifest)
-    assert done.stdout.splitlines()[1].endswith("limits     [red]a [31m b c")
+    assert done.stdout.splitlines()[1].endswith(r"limits     [red]a\x1b[31m b c\u202e")
 
 
 def test_the_list_as_json_is_for_programs(desk: Desk) -> None:
