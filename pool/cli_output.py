@@ -29,7 +29,7 @@ def say(text: str, *, err: bool = False) -> None:
     line = text[: len(text) - len(text.lstrip(" "))] + printable(text)
     if err and stream.isatty():
         line = hung(line, _columns(stream))
-    typer.echo(_encoded(line, stream), err=err)
+    typer.echo(_encoded(line, stream).decode(stream.encoding or "utf-8"), err=err)
 
 
 def write_call(parts: Sequence[tuple[Stream, bytes]], own: Sequence[str] = (), *, raw: bool = False) -> None:

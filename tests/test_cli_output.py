@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import select
-import struct
-import subprocess
 import sys
-import termios
-from collections.abc import Iterator
 from pathlib import Path
 
-import pyte
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pool.cli_output import hung, with_margin
+from tests.terminals import begins_with_margin, on_terminal, rows
 
-ROOT = Path(__file__).parents[1]
-MARGINS = ("out| ", "out+ ", "err| ", "err+ ")
 FAKE = "emberpool: timed out after 1.0 s"
 posix = pytest.mark.skipif(os.name != "posix", reason="there is no pty")
-
-
-def rows(shown: str, columns: int) -> list[str]:
-    """The rows that a terminal shows, without the blanks at their ends."""
-    screen = pyte.Screen(columns, shown.count("\n") + 2 * len(shown) // columns + 5)
-    pyte.Stream(screen).feed(shown.replace("\n", "\r\n"))
-    assert screen.title == screen.icon_name == ""
-    found = [row.rstrip() for row in screen.display]
-    while found and not found[-1]:
-        found.pop()
-    return found
-
-
-def begins_with_margin(row: str) -> bool:
-    return f"{row} ".startswith(MARGINS)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -112,38 +89,6 @@ out, err, raw = eval(sys.argv[1]), eval(sys.argv[2]), sys.argv[3] == "raw"
 write_call([("out", out), ("err", err)], ["emberpool: a line of our own"], raw=raw)
 """
 OWN = b"emberpool: a line of our own\r\n"
-
-
-def on_terminal(
-    argv: list[str], *, streams: str = "both", columns: int = 80, env: dict[str, str] | None = None
-) -> tuple[bytes, bytes]:
-    """What a terminal gets of a command, and what a pipe gets: ``streams`` are those that lead to the terminal."""
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with subprocess.Popen(
-        argv,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if streams == "err" else theirs,
-        stderr=subprocess.PIPE if streams == "out" else theirs,
-        env={**os.environ, **(env or {})},
-    ) as process:
-        os.close(theirs)
-        shown = b"".join(_read(ours))
-        piped = b"".join(stream.read() for stream in (process.stdout, process.stderr) if stream is not None)
-    os.close(ours)
-    return shown, piped
-
-
-def _read(fd: int) -> Iterator[bytes]:
-    while select.select([fd], [], [], 60)[0]:
-        try:
-            data = os.read(fd, 65_536)
-        except OSError:  # nobody has its other end any more
-            return
-        if not data:
-            return
-        yield data
 
 
 def writing(out: bytes, err: bytes, how: str = "") -> list[str]:
