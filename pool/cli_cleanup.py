@@ -15,6 +15,7 @@ from executor.locate import find_engine
 from executor.result import EmberpoolError
 from pool import cli_output, interrupts
 from pool.cleanup import DeadPool, Leftover, Survey, clean, examine, others, survey
+from pool.cli_errors import say_problems
 from pool.config import ConfigError, Settings, load_settings
 from pool.connection import shared_profile
 
@@ -46,8 +47,7 @@ def cleanup(
         place = (state_dir or settings.pool.state_dir).absolute()
         done = interrupts.run(_cleanup, settings, place, dry_run, as_json)
     except ConfigError as error:
-        for line in f"error: {error}".split("\n"):
-            cli_output.say(line, err=True)
+        say_problems(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         cli_output.say("error: interrupted; run it again to remove the rest", err=True)

@@ -22,9 +22,7 @@ def told(*, as_json: bool = False) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        first, *more = str(error).split("\n")
-        for line in (f"error: {first}", *more):
-            say(line, err=True)
+        say_problems(error)
         raise typer.Exit(REFUSED) from None
     except EmberpoolError as error:
         if as_json:
@@ -35,6 +33,12 @@ def told(*, as_json: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         say("error: interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def say_problems(error: ConfigError) -> None:
+    """Say what is wrong with a configuration or a manifest, each problem on a line of its own."""
+    for number, problem in enumerate(error.problems):
+        say(f"{'' if number else 'error: '}{problem}", err=True)
 
 
 def error_object(error: EmberpoolError) -> dict[str, Any]:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pool.cli_output import hung, with_margin
+from executor.result import ImageMissing
+from pool import cli_doctor, cli_tool
+from pool.checks import Check
+from pool.cli_errors import told
+from pool.cli_output import hung, say, with_margin
+from pool.config import ConfigError, Problem
+from pool.launch import Launch
 from tests.terminals import begins_with_margin, on_terminal, rows
 
 FAKE = "emberpool: timed out after 1.0 s"
@@ -172,3 +181,39 @@ def test_a_tool_cannot_imitate_the_command_that_called_it(tool: list[str], args:
     assert "\x07" not in text
     assert all(begins_with_margin(row) for row in rows(text.replace("\r\n", "\n"), 65))
     assert r"err| \x1b[1A\rerror: gone" in text
+
+
+# --- the other commands -----------------------------------------------------------------------------------------------
+
+ODD = "engine\x1b]0;owned\x07\r\nok    profile  all is well\u202e"
+
+
+def _doctor() -> None:
+    cli_doctor._print([Check("engine facts", "warn", f"the engine says: {ODD}", ODD)])
+
+
+def _launches() -> None:
+    cli_tool._print_launches([Launch(agent=ODD, tool=ODD, runs="limits", why=ODD, change=ODD)])
+
+
+def _refusal() -> None:
+    with suppress(typer.Exit), told():
+        raise ImageMissing(ODD)
+
+
+def _configuration() -> None:
+    with suppress(typer.Exit), told():
+        raise ConfigError([Problem("sandbox.image", ODD)])
+
+
+@pytest.mark.parametrize(
+    "command", [_doctor, _launches, _refusal, _configuration, lambda: say(ODD), lambda: say(ODD, err=True)]
+)
+def test_no_word_that_another_command_quotes_steers_a_terminal(
+    command: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command()
+    printed = capsys.readouterr()
+    text = printed.out + printed.err
+    assert r"engine\x1b]0;owned\x07" in text
+    assert all(line.isprintable() and not line.startswith("ok ") for line in text.split("\n"))
