@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from executor.attached import PROVED, REFUSED, Attached
-from executor.process import one_line
+from executor.printable import printable
 from executor.result import CallResult, EmberpoolError, EngineFailed, ProfileMismatch
 
 LIMIT_SIGNAL_CODE = 128 + int(getattr(signal, "SIGXCPU", 24))
@@ -39,7 +39,7 @@ def unproven(end: Attached) -> EmberpoolError | None:
             "the strict seccomp profile is not in force in the container, and the call never began: the engine or its runtime "
             'ignores the profile; use another one, or set sandbox.seccomp = "engine"'
         )
-    said = one_line(bytes(end.stderr.kept))[-300:]
+    said = printable(bytes(end.stderr.kept))[-300:]
     return EngineFailed(f"the image's python3 did not take the call, which never began: {said or 'it said nothing'}")
 
 

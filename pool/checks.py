@@ -133,7 +133,7 @@ def kernel_checks(settings: Settings, info: EngineInfo | None) -> list[Check]:
     else:
         whose = "the engine's default" if name == "engine" else f"that of {name}, which nobody here has compared"
         text = f"the profile is {whose}: socket filters, aio contexts and vsock may be open to tool code"
-        found = [Check("seccomp", "warn", line(text), 'set sandbox.seccomp = "strict"')]
+        found = [Check("seccomp", "warn", printable(text), 'set sandbox.seccomp = "strict"')]
     if info is not None and info.cgroup_version == "1":
         text = "cgroup v1 does not count the buffers of TCP sockets: sandboxes can fill net.ipv4.tcp_mem together"
         found.append(Check("kernel memory", "warn", text, "boot the host with cgroup v2, or lower net.ipv4.tcp_mem"))
