@@ -431,10 +431,16 @@ async def test_staging_directories_that_no_entry_names_go_at_the_start(engine: S
         assert [place.name for place in (state_dir / "staging").iterdir()] == [box.name]
 
 
+def digest(settings: Settings, image: ImageInfo = IMAGE) -> str:
+    info = EngineInfo(kind="docker", version="1", endpoint="here")
+    return connection(settings, ScriptedEngine(), info, image, "pool").config_hash
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"sandbox": {"memory_mb": 256}},
+        {"sandbox": {"seccomp": "engine"}},
         {"sandbox": {"uid_range": "1000000:5000"}},
         {"sandbox": {"user": "4711:4711"}},
         {"pool": {"standby_max_age": 9_000.0}},
@@ -444,13 +450,24 @@ async def test_staging_directories_that_no_entry_names_go_at_the_start(engine: S
     ],
 )
 def test_the_config_hash_tells_all_that_is_fixed_at_a_start(changes: dict[str, dict[str, Any]]) -> None:
-    def digest(settings: Settings, image: ImageInfo = IMAGE) -> str:
-        info = EngineInfo(kind="docker", version="1", endpoint="here")
-        return connection(settings, ScriptedEngine(), info, image, "pool").config_hash
-
     assert digest(Settings(**changes)) != digest(Settings())
     assert digest(Settings(), ImageInfo(id="sha256:" + "b" * 64)) != digest(Settings())
     assert digest(Settings(pool={"max_sandboxes": 5}, call={"calls_per_exec": 0})) == digest(Settings())
+
+
+def test_the_config_hash_tells_one_content_of_a_seccomp_profile_from_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "seccomp.json"
+    settings = Settings(sandbox={"seccomp": str(file)})
+    missing = digest(settings)
+    file.write_text("{}")
+    assert len({missing, first := digest(settings), digest(Settings())}) == 3
+    file.write_text('{"defaultAction": "SCMP_ACT_ERRNO"}')
+    assert digest(settings) != first
+    ours = digest(Settings())
+    monkeypatch.setattr("executor.profile.STRICT_PROFILE", file)  # that of another release
+    assert digest(Settings()) != ours
 
 
 # --- what the ledger and the engine's record have to say --------------------------------------------------------------
