@@ -138,7 +138,8 @@ class ArmedRunner:
     """One runner. ``run`` it in a task; ``problem`` names why its sandbox must go, and is empty while all is well.
 
     ``vouched`` and ``retired`` are its owner's to set: its hello was checked; it may end unasked, as the sweep of another
-    runner ends it. ``sweeps`` says what a shared runner that is cleaning up was told (``finish``), ``None`` before that.
+    runner ends it. ``sweeps`` says what a shared runner that is cleaning up was told (``finish``), ``None`` before that. ``signs`` counts its signs of life
+    while it cleans up.
     """
 
     def __init__(self, engine: Engine, args: list[str], config: RunnerConfig, changed: Callable[[], None]) -> None:
@@ -148,6 +149,7 @@ class ArmedRunner:
         self.stderr = Capped(4_096)
         self.vouched = self.retired = False
         self.sweeps: bool | None = None
+        self.signs = 0
         self.scope = anyio.CancelScope()
         self._engine, self._args, self._config, self._changed = engine, args, config, changed
         self._decoder = Decoder()
@@ -244,6 +246,11 @@ class ArmedRunner:
                 raise ProtocolError("clean before it was told how to clean up")
             self._answered.clean = True
             self._become(RunnerState.CLEAN)
+        elif kind == frames.CLEANING and state is RunnerState.CLEANING:
+            if self._config.shared and self.sweeps is None:
+                raise ProtocolError("cleaning up before it was told how to")
+            self.signs += 1
+            self._changed()
         elif kind == frames.DIRTY and state is RunnerState.CLEANING:
             self.problem = "what the call left could not be proven dead"
             self._become(RunnerState.ENDED)

@@ -33,7 +33,7 @@ import weakref
 
 # Frames, as executor.frames has them: type, sequence number, length, payload.
 CALL, INPUT, INPUT_END, CREDIT, CANCEL, LEAVE, FINISH = 1, 2, 3, 4, 5, 6, 7
-HELLO, ARMED, OUT, ERR, TAKEN, DONE, CLEAN, DIRTY, POISONED = 17, 18, 19, 20, 21, 22, 23, 24, 25
+HELLO, ARMED, OUT, ERR, TAKEN, DONE, CLEAN, DIRTY, POISONED, CLEANING = 17, 18, 19, 20, 21, 22, 23, 24, 25, 26
 HEADER = 9
 ASK, ASK_READY = 3, 4  # the descriptors on which a waiting child is given its call, and says that it is prepared
 CHUNK = 65536
@@ -44,6 +44,9 @@ NO_LIMIT, NO_CODE, OOM_KNOWN = 2**64 - 1, 0xFFFF, 4
 REHEARSED_CALL = b"".join(number.to_bytes(8, "big") for number in (10000000, 1000000, 0, NO_LIMIT))
 BUFFERED = 1 << 18  # bytes that wait for the host before the runner stops reading the call's output
 REAP_SECONDS = 4.0
+REAPED_AT_ONCE = 1000  # more than fit into a sandbox: whoever makes them faster holds up neither an answer nor a deadline
+SIGN_SECONDS = 0.2  # between two signs of life while cleaning up; the host waits longer than for a few of them
+FRESH_CHILDREN = 3  # how often a waiting child that was changed from beside it is replaced before its call is refused
 NOBODY = 1 << 30  # more than any process ID
 HOLD_SECONDS = 0.002  # a short call's output and its end then leave in one write, and the host wakes up once
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
@@ -57,13 +60,14 @@ def read_file(path, size=262144):
     except OSError:
         return b""
     try:
-        data = b""
-        while len(data) < size:
-            chunk = os.read(fd, size - len(data))
+        chunks = []
+        while size > 0:
+            chunk = os.read(fd, min(size, 262144))
             if not chunk:
                 break
-            data += chunk
-        return data
+            chunks.append(chunk)
+            size -= len(chunk)
+        return b"".join(chunks)
     except OSError:
         return b""
     finally:
@@ -75,6 +79,13 @@ class Libc:
     process that keeps another's memory, and the function with which the interpreter itself runs a file."""
 
     PR_SET_DUMPABLE, PR_GET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 4, 3, 36, 37
+    PTRACE_DETACH, PTRACE_GETSIGINFO = 17, 0x4202
+    # Numbers of sched_getattr and ioprio_get, for which not every C library has functions; of 64-bit programs.
+    GENERIC = 275, 31
+    NUMBERS = {
+        "x86_64": (315, 252), "ppc64le": (356, 274), "s390x": (346, 283),
+        "aarch64": GENERIC, "riscv64": GENERIC, "loongarch64": GENERIC,
+    }  # fmt: skip
     CLONE_VM, CLONE_PARENT = 0x100, 0x8000
     STACK = 16384
 
@@ -91,6 +102,12 @@ class Libc:
             ("sem", lambda number: libc.semctl(number, 0, 0)),
         )
         self._fdopen.argtypes, self._fdopen.restype = (ctypes.c_int, ctypes.c_char_p), ctypes.c_void_p
+        self._ptrace = libc.ptrace
+        self._ptrace.argtypes = ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p
+        self._siginfo = ctypes.create_string_buffer(128)
+        known = self.NUMBERS.get(os.uname().machine) if sys.maxsize > 1 << 32 else None
+        self._syscall, self._numbers = libc.syscall, known
+        self._scheduling = ctypes.create_string_buffer(56)
         # Made here: a class that is made during a call looks like the call's own.
         self.fields_type = ctypes.c_int * 2
         self._clone, self._pause = libc.clone, ctypes.cast(libc.pause, ctypes.c_void_p)
@@ -113,6 +130,26 @@ class Libc:
         self._prctl(self.PR_SET_DUMPABLE, 1, 0, 0, 0)
         self._prctl(self.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
+    def let_go(self, pid, number):
+        """End the tracing of a stopped process that made this one its tracer; it gets the signal that it was stopped for.
+
+        What a process is stopped for when it has become another program is a trap that nobody sends who does not trace.
+        """
+        if number == signal.SIGTRAP:
+            self._siginfo.raw = bytes(128)
+            self._ptrace(self.PTRACE_GETSIGINFO, pid, None, self._siginfo)
+            if self._siginfo.raw[8:12] == bytes(4):  # the cause is no fault of the program's, but as if by kill(2)
+                number = 0
+        self._ptrace(self.PTRACE_DETACH, pid, None, number)
+
+    def scheduling(self, pid):
+        """What only these calls show of a process: its scheduling attributes with slice and clamps, and its I/O priority."""
+        if self._numbers is None:
+            return None
+        attributes, ioprio = self._numbers
+        done = self._syscall(attributes, pid, self._scheduling, 56, 0)
+        return done, self._scheduling.raw, self._syscall(ioprio, 1, pid)
+
     def keep_memory(self):
         """Start a process that shares this one's memory and does nothing but wait for the sweep that kills it.
 
@@ -120,23 +157,54 @@ class Libc:
         time; so it is done after the answer. It blocks all signals: a handler would run in this very memory. Where there
         is no such process, a call is only slower.
         """
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._clone(self._pause, self._stack_top, self.CLONE_VM | self.CLONE_PARENT | signal.SIGCHLD, None)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def file(self, fd):
         """A C stream for reading a descriptor."""
         return self._fdopen(fd, b"rb")
 
-    def remove_ipc(self):
-        """Remove the System V objects of this uid: they are memory that belongs to no process, and no kill frees it."""
-        mine = str(os.getuid()).encode("ascii")
+    def remove_ipc(self, sign):
+        """Remove what this uid's processes left in memory that belongs to none of them, and that no kill frees: System V
+        objects and POSIX message queues; whether nothing of it is left. ``sign`` is called now and then; false is no time left.
+        """
         for kind, remove in self._ipc:
-            for line in read_file("/proc/sysvipc/" + kind).splitlines()[1:]:
-                fields = line.split()
-                maker = 9 if kind != "sem" else 6  # where the uid stands that made it: nobody can change that one
-                if len(fields) > maker and fields[maker] == mine:
-                    remove(int(fields[1]))
+            found = None
+            while found != (left := self._left(kind)):
+                found = left
+                for number in left:
+                    remove(number)
+                    if not sign():
+                        return False
+            if left:
+                return False
+        return self._remove_queues(sign)
+
+    def _left(self, kind):
+        """The numbers of this uid's System V objects of a kind. Who made one stands in it for good, who owns it does not."""
+        mine, maker, found = str(os.getuid()).encode("ascii"), 9 if kind != "sem" else 6, []
+        for line in read_file("/proc/sysvipc/" + kind, IPC_BYTES).splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > maker and fields[maker] == mine:
+                found.append(int(fields[1]))
+        return found
+
+    def _remove_queues(self, sign):
+        mine, found = os.getuid(), None
+        while True:
+            try:
+                with os.scandir(QUEUES) as entries:
+                    left = [one.path for one in entries if one.stat(follow_symlinks=False).st_uid == mine]
+                if not left or left == found:
+                    return not left
+                for path in left:
+                    os.unlink(path)
+                    if not sign():
+                        return False
+            except FileNotFoundError:  # an engine that mounts no such place
+                return True
+            found = left
 
     def deepen(self):
         """Give back the levels of recursion that calls below the caller's code use up.
@@ -167,13 +235,23 @@ def witness():
     return 0
 
 
-def own_limits():
-    """What code of the same uid can take from this process with ``prlimit`` and its like, although it cannot trace it."""
-    limits = tuple(resource.getrlimit(kind) for kind in LIMITS)
-    return limits, os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
+def limits_of(libc, pid=0):
+    """What code of the same uid can change of a process (0 is this one) although it cannot trace it.
+
+    That is what ``prlimit``, ``sched_setaffinity``, ``setpriority``, ``sched_setscheduler``, ``sched_setattr`` and ``ioprio_set``
+    reach. Out of reach of an undumpable process, each was tried: everything in /proc/PID that can be written (oom_score_adj,
+    timerslack_ns, autogroup, coredump_filter, comm, attr), core scheduling cookies, where its pages are, its process
+    group, its control group, and whatever needs to trace it.
+    """
+    limits = tuple(resource.prlimit(pid, kind) for kind in LIMITS)
+    nice, policy = os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid)
+    return limits, os.sched_getaffinity(pid), nice, policy, libc.scheduling(pid)
 
 
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
+CPU_AT = LIMITS.index(resource.RLIMIT_CPU)
+QUEUES = "/dev/mqueue"
+IPC_BYTES = 1 << 23  # of a list of System V objects that are read at a time: about all that a namespace may have by default
 
 
 KEPT = set()  # the modules that a call finds loaded
@@ -217,6 +295,8 @@ class Runner:
         self.asks, self.says = 0, 1  # where the host's frames come from, and where those for it go
         self.nowhere = os.open("/dev/null", os.O_WRONLY | os.O_CLOEXEC)
         self.pretended = None  # in a rehearsal, the end of a child that never was
+        self.clean_until = self.sign_due = 0.0
+        self.watched = False  # whether the host waits for the end of a clean-up
         self.wake_r, self.wake_w = os.pipe()
         for fd in (0, 1, self.wake_r, self.wake_w):
             os.set_blocking(fd, False)
@@ -358,16 +438,22 @@ class Runner:
                 pass
             return gone
         gone = []
-        while True:
+        for _ in range(REAPED_AT_ONCE):
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
                 return gone
             if pid == 0:
                 return gone
+            if os.WIFSTOPPED(status):
+                # Whoever asks to be traced by its parent makes this process its tracer, and stops for each signal.
+                self.libc.let_go(pid, os.WSTOPSIG(status))
+                continue
             gone.append((pid, status, usage))
             if pid == until:
                 return gone
+        self.wake()  # there may be more
+        return gone
 
     def rehearse(self, child):
         """Touch what a call will touch: after a fork this process copies its pages too, and now it has the time.
@@ -393,7 +479,7 @@ class Runner:
             os.close(fd)
         self.wake()  # what was to wake it in earnest may have been taken for a part of this
         self.ooms = self.cgroup.oom_kills()
-        own_limits()
+        limits_of(self.libc)
         return child.prepared(self)
 
     def practise(self, child):
@@ -435,33 +521,50 @@ class Runner:
 
     def clean(self, resting):
         """Kill whatever is left of this uid, reap it, and prove that nothing is; the seconds it took, or ``None``."""
-        began = time.monotonic()
-        while time.monotonic() - began < REAP_SECONDS:
+        began = self.begin_cleaning()
+        while self.cleaning():
             try:
                 os.kill(-1, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 pass
-            if self.reap_all(began) and ((resting is not None and self.cgroup.pids() == resting) or self.scan()):
-                self.libc.remove_ipc()
-                return time.monotonic() - began
+            if self.reap_all() and ((resting is not None and self.cgroup.pids() == resting) or self.scan()):
+                return time.monotonic() - began if self.libc.remove_ipc(self.cleaning) else None
             time.sleep(0.001)
         return None
 
     def clean_own(self):
         """Beside other runners' calls: kill and reap what came of this one's; the seconds it took, or ``None``.
 
-        All that a call orphans comes home to here, so that no children are a proof of no descendants.
+        All that a call orphans comes home to here, so that no children are a proof of no descendants. Whose the objects
+        are that belong to no process cannot be known here: they stay until everything is cleaned up.
         """
-        began = time.monotonic()
-        while time.monotonic() - began < REAP_SECONDS:
+        began = self.begin_cleaning()
+        while self.cleaning():
             self.kill_own()
-            try:
-                while os.waitpid(-1, os.WNOHANG) != (0, 0):
-                    pass
-            except ChildProcessError:
+            if self.reap_all(wait=False):
                 return time.monotonic() - began
             time.sleep(0.001)
         return None
+
+    def begin_cleaning(self):
+        now = time.monotonic()
+        self.clean_until, self.sign_due = now + REAP_SECONDS, now + SIGN_SECONDS
+        return now
+
+    def discard(self, child):
+        """End a process that waited for a call, and all that came of it; whether nothing is left. ``None`` is none."""
+        if child is None:
+            return True
+        child.close()
+        return self.clean_own() is not None
+
+    def cleaning(self):
+        """Whether there is time left to clean up. Tells the host now and then that this process is alive."""
+        now = time.monotonic()
+        if self.watched and now > self.sign_due:
+            self.sign_due = now + SIGN_SECONDS
+            self.send(CLEANING)
+        return now < self.clean_until
 
     def kill_call(self):
         """SIGKILL all that belongs to the call: all of this uid, or where other calls run too, all that came of it."""
@@ -490,10 +593,16 @@ class Runner:
             except (ProcessLookupError, PermissionError):
                 pass
 
-    def reap_all(self, began):
-        while time.monotonic() - began < REAP_SECONDS:
+    def reap_all(self, wait=True):
+        """Reap until there is no child, which is true, or no time; or, unless it is to ``wait``, none that has ended.
+
+        A child that has only stopped, for this process as its tracer, stays so: it has been killed.
+        """
+        while self.cleaning():
             try:
                 if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                    if not wait:
+                        return False
                     time.sleep(0.0005)
             except ChildProcessError:
                 return True
@@ -762,6 +871,22 @@ class Child:
         if not self.untold:
             self.close_ask()
 
+    def unchanged(self, libc, limits, cpu_seconds):
+        """Whether nobody has limited, stopped, signalled or traced it, as far as can be seen; ``limits`` are the runner's."""
+        status = read_file("/proc/%d/status" % self.pid)
+        fields = dict(line.split(b":\t", 1) for line in status.splitlines() if b":\t" in line)
+        if self.gone is not None or fields.get(b"State", b"?")[:1] not in b"RSD":
+            return False
+        if any(int(fields.get(name, b"0"), 16) for name in (b"TracerPid", b"SigPnd", b"ShdPnd")):
+            return False
+        own = list(limits[0])
+        if cpu_seconds:
+            own[CPU_AT] = cpu_seconds, cpu_seconds + 1
+        try:
+            return limits_of(libc, self.pid) == (tuple(own), *limits[1:])
+        except OSError:
+            return False
+
     def close_ask(self):
         if self.ask is not None:
             os.close(self.ask)
@@ -779,8 +904,11 @@ class Child:
         os.close(self.err)
 
 
-def fork_ahead(libc):
-    """Fork the process of the next call: a ``Child`` in the runner, ``None`` in the child, which is ready to wait."""
+def fork_ahead(libc, hidden=False, beside=False):
+    """Fork the process of the next call: a ``Child`` in the runner, ``None`` in the child, which is ready to wait.
+
+    ``hidden`` and ``beside`` are as ``become`` has them.
+    """
     ask_r, ask_w = os.pipe()
     ready_r, ready_w = os.pipe()
     in_r, in_w = os.pipe()
@@ -801,6 +929,18 @@ def fork_ahead(libc):
     os.dup2(ask_r, ASK, inheritable=False)
     os.dup2(ready_w, ASK_READY, inheritable=False)
     os.closerange(5, min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    if hidden:
+        # No signal of other calls' code may reach this call's; one that waits tells the runner that there was one.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    if not beside:
+        expose(libc)
+    for number in SIGNALS + (signal.SIGCHLD,):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    return None
+
+
+def expose(libc):
+    """In the child: be a process like any other, and the first to go when memory runs out."""
     libc.unprotect()
     try:
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
@@ -808,9 +948,6 @@ def fork_ahead(libc):
         os.close(fd)
     except OSError:
         pass
-    for number in SIGNALS + (signal.SIGCHLD,):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    return None
 
 
 class Prepared:
@@ -821,8 +958,8 @@ class Prepared:
     that a waiting child has and a call has not.
     """
 
-    def __init__(self, libc, config, hidden):
-        self._libc, self._hidden = libc, hidden
+    def __init__(self, libc, config, hidden, beside):
+        self._libc, self._hidden, self._beside = libc, hidden, beside
         os.environ.clear()
         os.environ.update(config["env"])
         os.chdir(config["cwd"])
@@ -892,14 +1029,21 @@ class Prepared:
         os.close(ASK_READY)
         request, code = await_call()
         if self._hidden:
-            self._libc.unprotect()
+            if self._beside:
+                expose(self._libc)
+            else:
+                self._libc.unprotect()
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
         sys.excepthook = sys.__excepthook__
         for name in ("last_type", "last_value", "last_traceback", "last_exc"):
             sys.__dict__.pop(name, None)
         if "argv" in request:
             os.close(self.fd)
             replace(request["argv"][0], request["argv"])
-        self.store(code)
+        try:
+            self.store(code)
+        except OSError as error:
+            refuse("the call's code", error)
         if request.get("interpreter"):
             replace(sys.executable or "python3", request["interpreter"] + [self.name])
         main = sys.modules["__main__"] = type(sys)("__main__")
@@ -935,6 +1079,12 @@ class Prepared:
 QUIET = functools.partial(sys.settrace, None), functools.partial(sys.setprofile, None)
 EXIT, QUIT, SHOW, THREADS = sys.exit, os._exit, sys.excepthook, _thread._count  # as they were before any code of a call
 RECURSION = 8  # levels that 3.11 counts between the bottom and the code that ``Prepared.hook`` runs
+
+
+def refuse(what, error):
+    """End the call before its code has begun, and say what was wrong."""
+    os.write(2, os.fsencode("%s: %s\n" % (what, os.strerror(error.errno or 0))))
+    os._exit(CANNOT_RUN)
 
 
 def replace(path, argv):
@@ -987,8 +1137,7 @@ def await_call():
         try:
             os.chdir(request["cwd"])
         except OSError as error:
-            os.write(2, os.fsencode("%s: %s\n" % (request["cwd"], os.strerror(error.errno or 0))))
-            os._exit(CANNOT_RUN)
+            refuse(request["cwd"], error)
     return request, data[8 + more :]
 
 
@@ -1140,7 +1289,7 @@ def run(config):
     }
     if libc is not None:
         warm_up(config["preload"], facts)
-        child = fork_ahead(libc)
+        child = fork_ahead(libc, hidden=config["shared"])
         if child is None:
             return become(libc, config, hidden=config["shared"])
         if not runner.practise(child):
@@ -1149,17 +1298,18 @@ def run(config):
     if libc is None:
         runner.flush_all()
         os._exit(4)
-    limits, left, beside = own_limits(), config["calls"], False
+    shared = config["shared"]
+    limits, left, beside = limits_of(libc), config["calls"], False
     while True:
         runner.seq += 1
         child = None
         if not beside:
-            child = fork_ahead(libc)
+            child = fork_ahead(libc, hidden=shared)
             if child is None:
-                return become(libc, config, hidden=config["shared"])
+                return become(libc, config, hidden=shared)
             runner.rehearse(child)
         runner.send(ARMED)
-        if own_limits() != limits:
+        if limits_of(libc) != limits:
             runner.send(POISONED, b"the runner's limits changed")
             runner.flush_all()
             break
@@ -1167,25 +1317,41 @@ def run(config):
         if asked is None:
             break
         # Nothing that could change them has run since they were last looked at, unless it runs beside this.
-        if asked is False or (config["shared"] and own_limits() != limits):
+        if asked is False or (shared and limits_of(libc) != limits):
             runner.send(
                 POISONED, b"the waiting process was killed" if asked is False else b"the runner's limits changed"
             )
             runner.flush_all()
             break
-        if child is None:
-            # Nothing waits beside other calls' code, which could get at it: this call pays for its fork.
-            child = fork_ahead(libc)
+        forks = 0
+        while shared and (child is None or not child.unchanged(libc, limits, config["cpu_seconds"])):
+            # After the first call nothing waits beside other calls' code: each pays for its fork. What waited for the first
+            # one may have been changed by that code, and what is forked now too: this call gets another process then.
+            if forks == FRESH_CHILDREN or not runner.discard(child):
+                child = None
+                break
+            forks += 1
+            try:
+                child = fork_ahead(libc, hidden=True, beside=True)
+            except OSError:
+                child = None
+                break
             if child is None:
-                return become(libc, config)
+                return become(libc, config, hidden=True, beside=True)
             runner.rehearse(child)
-        elif config["shared"]:
+        if child is None:
+            runner.send(POISONED, b"no process for the call could be made, or none that was left alone")
+            runner.flush_all()
+            break
+        if shared:
             runner.ooms = runner.cgroup.oom_kills()  # other calls have moved it meanwhile
         call = runner.serve(child, *asked)
         runner.send(DONE, call.report())
         child.close()
         beside = not runner.told_to_sweep()
+        runner.watched = True
         spent = runner.clean_own() if beside else runner.clean(resting)
+        runner.watched = False
         runner.send(CLEAN if spent is not None else DIRTY, repr(spent).encode("ascii"))
         runner.flush_all()
         # Beside other calls nobody can take this runner's place, so it stays, also after a cancelled one.
@@ -1202,12 +1368,13 @@ def run(config):
     os._exit(0)
 
 
-def become(libc, config, hidden=False):
+def become(libc, config, hidden=False, beside=False):
     """In the child: be prepared for the call.
 
-    A child that is to wait beside other calls' code is out of its reach (``hidden``) until its own call has come.
+    A child that is to wait beside other calls' code is out of its reach (``hidden``) until its own call has come; one that
+    was forked beside that code (``beside``) has been so from the first.
     """
-    prepared = Prepared(libc, config, hidden)
+    prepared = Prepared(libc, config, hidden, beside)
     sys.addaudithook(AUDIT.pop)
     if hidden:
         libc.hide()

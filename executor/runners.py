@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -23,8 +24,13 @@ from executor.watch import EventHub, ExecWatch, Watch
 log = structlog.get_logger("emberpool.runner")
 
 ARM_TIMEOUT = 15.0
-"""Seconds that a runner may take for each step that it does by itself (hello, arming, cleaning up, its end); beyond it
-the sandbox is not worth waiting for."""
+"""Seconds that a runner may take for each step that it does by itself (hello, arming, its end); beyond it the sandbox is
+not worth waiting for."""
+CLEAN_PATIENCE = 1.0
+"""Seconds without a sign of life of a runner that cleans up: what a call left may have stopped it, and runs on meanwhile.
+One that is alive says so several times in them (``SIGN_SECONDS`` of ``executor/runner.py``), however much it has to do."""
+CLEAN_TIMEOUT = 5.0
+"""Seconds for a whole clean-up: a runner gives up after less (``REAP_SECONDS``) and says so."""
 ANSWER_PATIENCE = 1.0
 """Seconds beyond deadline and grace in which a runner may still answer; silence after that is not life."""
 EVENT_PATIENCE = 2.0
@@ -123,17 +129,33 @@ class Runners:
                 self._changed.tell()
             if state is RunnerState.CLEANING and self._place.config.shared:
                 await self._clean_up(runner)
-            waits = state in (RunnerState.ARMED, RunnerState.BUSY)
-            with anyio.move_on_after(None if waits else ARM_TIMEOUT) as late:
-                while runner.state is state:
+            waits, cleans = state in (RunnerState.ARMED, RunnerState.BUSY), state is RunnerState.CLEANING
+            patience = math.inf if waits else CLEAN_PATIENCE if cleans else ARM_TIMEOUT
+            until = anyio.current_time() + (CLEAN_TIMEOUT if cleans else math.inf)
+            while runner.state is state:
+                silent = await self._silent(runner, state, patience)
+                if runner.retired and not self._sweeping():
+                    runner.scope.cancel()  # the sweep has ended it, and only its client may not know yet
+                    return
+                if silent or (runner.state is state and anyio.current_time() > until):
+                    runner.problem = f"nothing new within {patience:g} s while {state.value}"
+                    if not silent:
+                        runner.problem = f"not clean within {CLEAN_TIMEOUT:g} s"
+                    runner.scope.cancel()
+                    return
+
+    async def _silent(self, runner: ArmedRunner, state: RunnerState, seconds: float) -> bool:
+        """Whether a runner has neither got on nor given a sign of life for ``seconds``."""
+        signs = runner.signs
+        # A gateway that has stood still itself finds the first half over, and hears what was said meanwhile in the second.
+        for _ in range(2):
+            with anyio.move_on_after(seconds / 2):
+                while runner.state is state and runner.signs == signs:
                     if runner.retired and not self._sweeping():
-                        runner.scope.cancel()  # the sweep has ended it, and only its client may not know yet
-                        return
+                        return False
                     await self._changed.wait()
-            if late.cancelled_caught:
-                runner.problem = f"nothing new within {ARM_TIMEOUT:g} s while {state.value}"
-                runner.scope.cancel()
-                return
+                return False
+        return True
 
     async def _full(self, lane: int) -> bool:
         """Whether there was tool code to wait for: nothing is armed beside it, since it could get at what is new."""

@@ -89,6 +89,19 @@ def takes(seconds: float) -> Misdeed:
     return misdeed
 
 
+def cleans_for(seconds: float) -> Misdeed:
+    """Have much to clean up, and give signs of life meanwhile."""
+
+    async def misdeed(runner: ScriptedRunner) -> bool:
+        until = anyio.current_time() + seconds
+        while anyio.current_time() < until:
+            await anyio.sleep(0.25)
+            runner.say(frames.CLEANING)
+        return False
+
+    return misdeed
+
+
 def poisoned(why: bytes) -> Misdeed:
     """Find the sandbox unfit."""
 

@@ -18,7 +18,7 @@ from executor.sandbox import Sandbox
 from tests.pools import LATENCY, outcome, running, settings_of, until, virtual_backend
 from tests.runners import Site, site
 from tests.scripted import ScriptedEngine
-from tests.scripted_runner import ScriptedRunner, dies, falls_silent, says, takes
+from tests.scripted_runner import ScriptedRunner, cleans_for, dies, falls_silent, says, takes
 from tests.wire import report
 
 pytestmark = pytest.mark.anyio
@@ -144,7 +144,7 @@ async def test_a_call_that_ends_beside_others_is_walked_and_the_last_one_sweeps(
 @VIRTUAL
 async def test_of_calls_that_end_at_one_moment_exactly_one_sweeps_after_the_others(place: Site) -> None:
     box = await place.start(parallel=3)
-    place.engine.misdeeds["clean"] = [takes(1.0), takes(1.0)]
+    place.engine.misdeeds["clean"] = [cleans_for(1.0), cleans_for(1.0)]
     async with anyio.create_task_group() as tasks:
         calls = Calls(place, box, tasks)
         for name in "abc":
@@ -206,7 +206,7 @@ async def test_no_call_begins_while_a_runner_is_half_way_beside_it(place: Site) 
 @pytest.mark.parametrize("seen", [True, False], ids=["their ends are seen", "their ends are not seen"])
 async def test_while_the_last_call_is_swept_after_nothing_begins_and_nothing_starts(place: Site, seen: bool) -> None:
     box = await place.start(parallel=3, calls=0)
-    place.engine.misdeeds["clean"] = [takes(5.0)]
+    place.engine.misdeeds["clean"] = [cleans_for(4.5)]
     if not seen:
         for runner in place.engine.runners:
             runner.sweep = lambda: None
@@ -220,7 +220,7 @@ async def test_while_the_last_call_is_swept_after_nothing_begins_and_nothing_sta
         assert (len(place.engine.runners), place.engine.the_box().busy) == (3, 0)
         await calls.end("a")
     assert calls.right("a")
-    assert anyio.current_time() >= began + 5
+    assert anyio.current_time() >= began + 4.5
     assert len(place.engine.runners) == 5
     assert box.poisoned == ""
 

@@ -26,7 +26,7 @@ from executor.result import (
     SandboxDied,
     SessionBusy,
 )
-from executor.runners import ANSWER_PATIENCE, ARM_TIMEOUT, EVENT_PATIENCE
+from executor.runners import ANSWER_PATIENCE, ARM_TIMEOUT, CLEAN_PATIENCE, CLEAN_TIMEOUT, EVENT_PATIENCE
 from executor.sandbox import Sandbox
 from tests.pools import LATENCY, outcome, until, virtual_backend
 from tests.runners import NAME, Site, site
@@ -34,6 +34,7 @@ from tests.scripted import Fault, ScriptedEngine
 from tests.scripted_runner import (
     Misdeed,
     ScriptedRunner,
+    cleans_for,
     dies,
     falls_silent,
     loses_its_client,
@@ -405,9 +406,35 @@ async def test_silence_between_calls_ends_the_sandbox_unasked(place: Site, at: s
     box = await place.start()
     place.engine.misdeeds[at] = [falls_silent]
     assert isinstance(await _call(box, "echo x"), CallResult)
-    await anyio.sleep(ARM_TIMEOUT + 1)
+    patience = CLEAN_PATIENCE if at == "clean" else ARM_TIMEOUT
+    await anyio.sleep(patience - 0.1)
+    assert place.engine.boxes != {}
+    await anyio.sleep(1)
     assert place.engine.boxes == {}
     _died(await _call(box, "echo x"), "runner", started=False)
+
+
+@VIRTUAL
+async def test_a_runner_that_is_alive_may_clean_up_for_as_long_as_it_says_so_and_then_no_longer(place: Site) -> None:
+    box = await place.start()
+    place.engine.misdeeds["clean"] = [cleans_for(CLEAN_TIMEOUT - 1), cleans_for(60)]
+    for _ in range(2):
+        assert isinstance(await _call(box, "echo x"), CallResult)
+    await anyio.sleep(CLEAN_TIMEOUT - 0.5)
+    assert place.engine.boxes != {}
+    await anyio.sleep(1)
+    assert place.engine.boxes == {}
+
+
+@pytest.mark.parametrize("at", ["hello", "armed", "idle", "call", "done"])
+async def test_a_sign_of_cleaning_up_at_any_other_time_is_a_violation(place: Site, at: str) -> None:
+    place.engine.misdeeds[at] = [says(lambda runner: encode(frames.CLEANING, runner.seq), instead=False)]
+    if at in ("hello", "armed"):
+        assert isinstance(await outcome(place.start), SandboxDied)
+        return
+    box = await place.start()
+    await _call(box, "echo x")
+    await _gone(place)
 
 
 @VIRTUAL
@@ -418,7 +445,7 @@ async def test_silence_in_place_of_the_first_hello_is_no_sandbox(place: Site, at
 
 
 @VIRTUAL
-@pytest.mark.parametrize("at", ["hello", "armed", "idle", "call", "done", "clean"])
+@pytest.mark.parametrize("at", ["hello", "armed", "idle", "call", "done"])
 async def test_a_runner_that_is_only_slow_is_waited_for(place: Site, at: str) -> None:
     box = await place.start()
     place.engine.misdeeds[at] = [takes(ARM_TIMEOUT - 1)]
@@ -431,7 +458,7 @@ async def test_a_runner_that_is_only_slow_is_waited_for(place: Site, at: str) ->
 @VIRTUAL
 async def test_a_call_that_finds_no_runner_in_its_time_never_started(place: Site) -> None:
     box = await place.start()
-    place.engine.misdeeds["clean"] = [takes(10)]
+    place.engine.misdeeds["hello"] = [takes(10)]
     await _call(box, "echo x")
     answer = await _call(box, "echo x", timeout=5)
     assert isinstance(answer, SessionBusy)

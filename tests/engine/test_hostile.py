@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 
+import anyio
 import pytest
 
 from executor.call import Call
@@ -97,6 +98,7 @@ runner = os.getppid()
 sleep = next(int(p) for p in os.listdir('/proc') if p.isdigit() and p != '1' and open(f'/proc/{p}/comm').read() == 'sleep\\n')
 targets = {'runner': runner, 'init': 1, 'sleep': sleep}
 libc = ctypes.CDLL(None, use_errno=True)
+IOPRIO_SET, SCHED_SETATTR = (251, 314) if os.uname().machine == 'x86_64' else (30, 274)
 def attempt(what, do, *args):
     try:
         done = do(*args)
@@ -178,6 +180,31 @@ async def test_stopped_runner_cannot_hold_a_call_beyond_its_deadline(real_engine
         assert not await usable_or_gone(box)
 
 
+STOPS_ITS_RUNNER = """
+main = os.getpid()
+if os.fork() == 0:
+    os.setsid()
+    while os.getppid() == main:
+        pass
+    os.kill(runner, signal.SIGSTOP)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+async def test_stopped_runner_cannot_hold_the_clean_up_after_an_answer(real_engine: Room, parallel: int) -> None:
+    async with real_engine.armed(parallel=parallel) as box:
+        for _ in range(30):  # the runner may be quicker
+            try:
+                result = await box.call(Call(code=PRELUDE + STOPS_ITS_RUNNER))
+            except SandboxDied as error:
+                assert "within 1 s while cleaning" in str(error)  # noqa: PT017
+                assert not error.started  # noqa: PT017
+                break
+            assert (result.exit_code, result.timed_out) == (0, False)
+        assert box.poisoned or parallel == 1
+
+
 LOWERED = {
     **{
         f"limit {name}": f"resource.prlimit(runner, resource.RLIMIT_{name}, ({value}, {value}))"
@@ -188,6 +215,12 @@ LOWERED = {
     "idle": "os.sched_setscheduler(runner, os.SCHED_IDLE, os.sched_param(0))",
     "batch": "os.sched_setscheduler(runner, os.SCHED_BATCH, os.sched_param(0))",
     "affinity": "os.sched_setaffinity(runner, list(os.sched_getaffinity(0))[:1])",
+    "reset on fork": "os.sched_setscheduler(runner, os.SCHED_RESET_ON_FORK, os.sched_param(0))",
+    "I/O priority": "assert libc.syscall(IOPRIO_SET, 1, runner, 3 << 13) == 0",
+    # A slice is an attribute since Linux 6.12.
+    "slice": "import struct\nslice = struct.pack('<IIQiIQQQII', 56, 0, 0, 0, 0, 10_000_000, 0, 0, 0, 0)\n"
+    "assert libc.syscall(SCHED_SETATTR, runner, slice, 0) == 0\n"
+    "if tuple(map(int, os.uname().release.split('.')[:2])) < (6, 12):\n    os.setpriority(os.PRIO_PROCESS, runner, 19)",
 }
 
 
@@ -323,18 +356,53 @@ segment = libc.shmget(0, 100 << 20, 0o1600)
 ctypes.memset(libc.shmat(segment, None, 0), 1, 100 << 20)
 assert segment >= 0 and libc.msgget(7, 0o1600) >= 0 and libc.semget(7, 1, 0o1600) >= 0
 """
+# More than fits into one read of their list, and some of their names given away.
+LEAVES_MANY = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+for n in range(2500):
+    assert libc.shmget(0, 4096, 0o1600) >= 0 and libc.msgget(0, 0o1600) >= 0 and libc.semget(0, 2, 0o1600) >= 0
+for n in range(9):
+    os.close(os.open(f'/dev/mqueue/{n}', os.O_CREAT | os.O_RDWR, 0o600))
+"""
 SEES_MEMORY = """
+import os
+print('queues', len(os.listdir('/dev/mqueue')))
 for kind in ('shm', 'msg', 'sem'):
     print(kind, len(open('/proc/sysvipc/' + kind).readlines()) - 1)
 """
 
 
+NO_MEMORY = b"queues 0\nshm 0\nmsg 0\nsem 0\n"
+
+
 async def test_system_v_memory_of_a_call_is_gone_with_it(real_engine: Room) -> None:
     async with real_engine.armed() as box:
         left = await box.call(Call(code=LEAVES_MEMORY + SEES_MEMORY))
-        assert (left.stdout, left.stderr) == (b"shm 1\nmsg 1\nsem 1\n", b"")
-        assert (await box.call(Call(code=SEES_MEMORY))).stdout == b"shm 0\nmsg 0\nsem 0\n"
+        assert (left.stdout, left.stderr) == (b"queues 0\nshm 1\nmsg 1\nsem 1\n", b"")
+        assert (await box.call(Call(code=SEES_MEMORY))).stdout == NO_MEMORY
         assert box.poisoned == ""
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+async def test_objects_that_belong_to_no_process_are_all_gone_with_the_last_call(
+    real_engine: Room, parallel: int
+) -> None:
+    async with real_engine.armed(parallel=parallel) as box:
+        left = await box.call(Call(code=LEAVES_MANY + SEES_MEMORY))
+        assert (left.stdout, left.stderr) == (b"queues 9\nshm 2500\nmsg 2500\nsem 2500\n", b"")
+        with anyio.fail_after(20):
+            # With several runners a call that begins now may run beside that one's clean-up.
+            while (await box.call(Call(code=SEES_MEMORY))).stdout != NO_MEMORY:  # noqa: ASYNC110
+                assert parallel > 1
+                await anyio.sleep(0.2)
+        assert box.poisoned == ""
+
+
+async def test_what_shared_memory_names_is_kept_like_tmp_until_a_call_removes_it(real_engine: Room) -> None:
+    async with real_engine.armed() as box:
+        assert (await box.call(Call(code="open('/dev/shm/kept', 'w').write('x')"))).exit_code == 0
+        assert (await box.call(Call(code="import os\nprint(os.listdir('/dev/shm'))"))).stdout == b"['kept']\n"
 
 
 REFILLS = """

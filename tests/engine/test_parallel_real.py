@@ -8,8 +8,9 @@ from functools import partial
 import anyio
 import pytest
 
+from executor.armed import RunnerState
 from executor.call import Call
-from executor.result import CallResult
+from executor.result import CallResult, SandboxDied
 from executor.sandbox import Sandbox
 from tests.engine.conftest import Room
 from tests.pools import outcome, until
@@ -68,6 +69,13 @@ async def told(box: Sandbox, code: str, fits: Callable[[bytes], bool]) -> None:
         while not fits((await box.call(Call(code=code))).stdout):  # noqa: ASYNC110 - the sandbox is asked, it tells nothing
             # A call right after an answer runs beside that call's clean-up; only a pause lets the sandbox come to rest.
             await anyio.sleep(0.5)
+
+
+async def rested(box: Sandbox) -> None:
+    """Wait until every runner waits for a call."""
+    runners = box._runners
+    assert runners is not None
+    await until(lambda: all(one is not None and one.state is RunnerState.ARMED for one in runners._lanes), limit=30)
 
 
 def printed(answer: object) -> bytes:
@@ -242,3 +250,79 @@ async def test_sigkill_of_its_own_is_not_told_as_out_of_memory_because_of_an_ear
             assert (one.signal, one.oom_killed) == (9, False)
         await box.call(Call(code="open('/tmp/here-go', 'w').close()"))
         await until(lambda: answers, limit=30)
+
+
+# What a call finds of itself that a neighbour could have changed before it came.
+FINDS = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None)
+IOPRIO_GET = 252 if os.uname().machine == 'x86_64' else 31
+kinds = [getattr(resource, name) for name in dir(resource) if name.startswith('RLIMIT_')]
+print(list(map(resource.getrlimit, kinds)), os.getpriority(0, 0), os.sched_getscheduler(0), os.sched_getaffinity(0))
+print(libc.syscall(IOPRIO_GET, 1, 0), open('/proc/self/oom_score_adj').read())
+print([line for line in open('/proc/self/status') if line.startswith(('TracerPid', 'Sig', 'Shd', 'NoNew'))])
+open('/tmp/go', 'w').close()
+"""
+ATTACKS = """
+import ctypes, os, resource, signal, time
+libc = ctypes.CDLL(None)
+IOPRIO_SET = 251 if os.uname().machine == 'x86_64' else 30
+runners = {int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('PPid')}
+def parent(pid):
+    return int(open(f'/proc/{pid}/stat').read().rpartition(')')[2].split()[1])
+others = [pid for pid in map(int, filter(str.isdigit, os.listdir('/proc'))) if pid != 1 and os.getsid(pid) != os.getsid(0)]
+waiting = [pid for pid in others if parent(pid) not in (0, 1)]
+assert len(waiting) == 2, waiting
+for pid in waiting:
+    ATTACK
+os.write(1, b'attacked')
+while not os.path.exists('/tmp/go'):
+    time.sleep(0.005)
+os.unlink('/tmp/go')
+"""
+CHANGES = {
+    "memory": "resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))",
+    "open files": "resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, 3))",
+    "a soft limit": "resource.prlimit(pid, resource.RLIMIT_NPROC, (0, resource.prlimit(pid, resource.RLIMIT_NPROC)[1]))",
+    "file size": "resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))",
+    "CPU time": "resource.prlimit(pid, resource.RLIMIT_CPU, (1, 1))",
+    "nice": "os.setpriority(os.PRIO_PROCESS, pid, 19)",
+    "idle": "os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))",
+    "reset on fork": "os.sched_setscheduler(pid, os.SCHED_RESET_ON_FORK, os.sched_param(0))",
+    "affinity": "os.sched_setaffinity(pid, list(os.sched_getaffinity(0))[:1])",
+    "I/O priority": "assert libc.syscall(IOPRIO_SET, 1, pid, 3 << 13) == 0",
+    "SIGSTOP": "os.kill(pid, signal.SIGSTOP)",
+    "SIGSTOP and on": "os.kill(pid, signal.SIGSTOP); os.kill(pid, signal.SIGCONT)",
+    "SIGINT": "os.kill(pid, signal.SIGINT)",
+    "SIGTERM": "os.kill(pid, signal.SIGTERM)",
+    "SIGUSR1": "os.kill(pid, signal.SIGUSR1)",
+    "real-time signal": "os.kill(pid, signal.SIGRTMIN)",
+}
+
+
+async def test_call_is_right_whatever_a_neighbour_did_to_the_process_that_waited_for_it(real_engine: Room) -> None:
+    async with real_engine.armed(parallel=2) as box:
+        expected = printed(await box.call(Call(code=FINDS)))
+        await box.call(Call(code="import os\nos.unlink('/tmp/go')"))
+        for name, change in CHANGES.items():
+            await rested(box)
+            answer: object = None
+            async with box.stream(Call(code=ATTACKS.replace("ATTACK", change), timeout=20)) as events:
+                async for event in events:
+                    if isinstance(event, CallResult):
+                        assert (event.exit_code, event.timed_out) == (0, False), (name, answer)
+                    elif event.stream == "stderr":
+                        pytest.fail(f"{name}: {event.data.decode()}")
+                    else:
+                        answer = await outcome(partial(box.call, Call(code=FINDS, timeout=10)))
+            assert printed(answer) == expected, name
+        assert box.poisoned == ""
+
+
+async def test_waiting_process_that_a_neighbour_kills_costs_no_answer_but_the_sandbox(real_engine: Room) -> None:
+    async with real_engine.armed(parallel=2) as box:
+        await rested(box)
+        change = "os.kill(pid, signal.SIGKILL)"
+        answer = await outcome(partial(box.call, Call(code=ATTACKS.replace("ATTACK", change), timeout=20)))
+        assert isinstance(answer, SandboxDied)
+        assert answer.cause == "runner"
