@@ -50,8 +50,13 @@ def run_code(source):
     # A file that is real, if nameless, so that tracebacks and whoever else looks for source lines can open it.
     data = source.encode("utf-8")
     fd = os.memfd_create("call.py")
-    while data:
-        data = data[os.write(fd, data) :]
+    left = memoryview(data)
+    try:
+        while left:
+            left = left[os.write(fd, left) :]
+    except OSError as error:
+        os.write(2, os.fsencode("the call's code: %s\n" % os.strerror(error.errno or 0)))
+        os._exit(CANNOT_RUN)
     name = "/proc/%d/fd/%d" % (os.getpid(), fd)
     module = type(sys)("__main__")
     module.__dict__.update(__builtins__=__builtins__, __file__=name)

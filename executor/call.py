@@ -27,6 +27,8 @@ MAX_ARGUMENT = 131_071
 MAX_ARGUMENTS = 1_048_576
 """Bytes that all arguments may have, and the environment as much again, each entry with its NUL and its pointer: together
 what an 8 MiB stack limit allows."""
+MAX_CODE = 60_000_000
+"""Bytes of code that a call can have at all: what a runner takes in one frame, less room for the rest of a request."""
 _ENTRY = 9
 """Bytes of an entry besides its text: a NUL and a pointer."""
 MAX_PATH = 4_095
@@ -145,6 +147,17 @@ class Call:
         body = self.code if self.code is not None else "\0".join(self.argv)
         fields = (f"{self.cwd}\0{self.kind}\0{witness}", env, body)
         return _frame(_program()) + b"".join(_frame(text.encode("utf-8")) for text in fields)
+
+
+def check_code(call: Call, file_size_mb: int | None) -> None:
+    """``InvalidCall`` where a call's code does not fit where it is to run: inside it is a file, under the limit for files."""
+    limit = MAX_CODE if file_size_mb is None else min(MAX_CODE, file_size_mb << 20)
+    if call.code is None or len(call.code) * 4 <= limit:  # a character has at most 4 bytes
+        return
+    size = _text_size("code", call.code)
+    if size > limit:
+        why = " (sandbox.file_size_mb, since code is a file inside)" if limit < MAX_CODE else ""
+        raise InvalidCall(f"code is {size} bytes; at most {limit} are taken{why}. Send data on stdin, or raise the limit")
 
 
 def base_env(image_env: Iterable[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import anyio
 import structlog
 
 from executor.attached import PROVED, REFUSED, Attached, run_attached
-from executor.call import Call, carried, new_token
+from executor.call import Call, carried, check_code, new_token
 from executor.docker import classify
 from executor.engine import Engine, ImageInfo, NameTaken
 from executor.outcome import (
@@ -58,13 +58,15 @@ async def has_python(engine: Engine, hub: EventHub, spec: ColdSpec) -> bool:
 async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -> CallResult:
     """Run one call in a container of its own; the container is confirmed gone when this returns or raises.
 
-    Raises ``ImageMissing``, ``ProfileMismatch``, ``EngineUnavailable`` (nothing was started) or ``SandboxDied``.
+    Raises ``InvalidCall``, ``ImageMissing``, ``ProfileMismatch``, ``EngineUnavailable`` (nothing was started) or
+    ``SandboxDied``.
     """
     if spec.image.volumes:
         places = ", ".join(spec.image.volumes)
         raise ProfileMismatch(
             f"the image declares VOLUME {places}: a writable place on the host's disk; rebuild it without"
         )
+    check_code(call, spec.profile.limits.file_size_mb)
     watch = hub.watch(spec.identity.name)
     argv = call.client_argv(new_token()) if spec.python else call.argv
     ours, tried = True, False

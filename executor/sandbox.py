@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 from executor import witness
 from executor.armed import RunnerConfig
 from executor.attached import Attached, run_attached
-from executor.call import Call, base_env
+from executor.call import Call, base_env, check_code
 from executor.docker import classify
 from executor.engine import ContainerGone, Engine, ImageInfo
 from executor.outcome import CANNOT_RUN
@@ -154,6 +154,7 @@ class Sandbox:
 
         Raises ``SandboxDied``, ``EngineUnavailable`` or ``InvalidCall``; a timeout is a result.
         """
+        check_code(call, self._spec.profile.limits.file_size_mb)
         if self._runners is not None:
             return await self._runners.call(call, sink, began=began)
         if sink is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from executor.call import Call
+from executor.call import Call, check_code
 from executor.result import InvalidCall
 from pool.config import Settings
 
@@ -36,7 +36,7 @@ def checked_call(
         raise InvalidCall(f"max_output must be a whole number of bytes, not {type(kept).__name__}")
     if kept > limits.max_output:
         raise InvalidCall(f"max_output is {kept} bytes; at most {limits.max_output} are allowed (call.max_output)")
-    return Call(
+    call = Call(
         argv=tuple(argv or ()),
         code=code,
         stdin=stdin,
@@ -45,6 +45,8 @@ def checked_call(
         max_output=kept,
         max_input=settings.call.max_input,
     )
+    check_code(call, settings.sandbox.file_size_mb)
+    return call
 
 
 def key_part(name: str, value: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from anyio import to_thread
 
-from executor.call import Call
+from executor.call import Call, check_code
 from executor.profile import check_mount
 from executor.result import CallResult, InvalidCall
 from pool.config import Settings
@@ -120,6 +120,7 @@ class Privileged:
             max_input=self._settings.call.max_input,
             cwd=WORKSPACE,
         )
+        check_code(call, self._settings.sandbox.file_size_mb)
         place = await to_thread.run_sync(self._place, name)
         return await self._run_cold(call, ColdSetting(workspace=place, network=limits.network))
 

@@ -21,10 +21,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.attached import PROVED, REFUSED
-from executor.call import DEFAULT_PATH, LOADER, MAX_ARGUMENT, Call, base_env, carried, new_token
+from executor.call import (
+    DEFAULT_PATH,
+    LOADER,
+    MAX_ARGUMENT,
+    MAX_CODE,
+    Call,
+    base_env,
+    carried,
+    check_code,
+    new_token,
+)
 from executor.profile import CALL_ENV
 from executor.result import EngineUnavailable, InvalidCall
 from executor.seccomp import WITNESS_ERRNO
+from pool.calls import checked_call
+from pool.config import Settings
 from tests.wire import request
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="the inside of a container is POSIX")
@@ -363,3 +375,23 @@ def test_file_of_an_environment_that_cannot_be_written_is_told_as_such(monkeypat
     monkeypatch.setattr("executor.call.tempfile.NamedTemporaryFile", full)
     with pytest.raises(EngineUnavailable, match="No space left"), carried(Call(argv=("true",)), python=False):
         raise AssertionError("there is no file")
+
+
+@pytest.mark.parametrize(("file_size_mb", "limit"), [(1, 1 << 20), (64, MAX_CODE), (None, MAX_CODE)])
+def test_code_is_refused_beyond_what_a_file_and_a_frame_take_counted_in_bytes(
+    file_size_mb: int | None, limit: int
+) -> None:
+    for letter in ("x", "é"):
+        fits = letter * (limit // len(letter.encode()))
+        check_code(Call(code=fits, max_input=1 << 30), file_size_mb)
+        with pytest.raises(InvalidCall, match=f"code is {limit + 1} bytes; at most {limit} are taken") as caught:
+            check_code(Call(code=fits + "x", max_input=1 << 30), file_size_mb)
+        assert ("sandbox.file_size_mb" in str(caught.value)) is (file_size_mb == 1)
+    check_code(Call(argv=("true",), stdin=b"x" * (1 << 21)), 1)
+
+
+@pytest.mark.parametrize("agent", ["a", "b"])
+def test_code_of_a_session_is_held_to_the_limit_for_files_before_anybody_waits(agent: str) -> None:
+    settings = Settings(sandbox={"file_size_mb": 1}, agents={"b": {}})
+    with pytest.raises(InvalidCall, match="sandbox.file_size_mb"):
+        checked_call(settings, agent, None, "x" * ((1 << 20) + 1), b"", None, None, None)

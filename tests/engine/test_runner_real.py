@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import threading
+from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
 
+from executor import files
 from executor.call import Call
-from executor.result import SandboxDied
+from executor.profile import Limits
+from executor.result import FileFailed, InvalidCall, SandboxDied
 from executor.sandbox import Sandbox
 from tests.engine.conftest import Room
 from tests.engine.test_sandbox_real import clients
@@ -243,3 +246,51 @@ async def test_code_that_is_larger_than_a_pipe_arrives_whole(real_engine: Room) 
         assert result.stdout == b"3000000\n"
         result = await box.call(Call(argv=("cat",), stdin=b"x", env={"LONG": "y" * 100_000}))
         assert result.stdout == b"x"
+
+
+async def test_code_that_no_file_can_hold_is_refused_before_it_is_sent_and_what_just_fits_runs(
+    real_engine: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, size = "\nprint('ran')", 1 << 20
+    fits, larger = Call(code="#" * (size - len(end)) + end), Call(code="#" * (size + 1))
+    limits = Limits(file_size_mb=1)
+    named = rf"code is {size + 1} bytes; at most {size} are taken \(sandbox.file_size_mb"
+    async with (
+        real_engine.armed(profile={"limits": limits}) as box,
+        real_engine.sandbox(profile={"limits": limits}) as plain,
+    ):
+        for call in (box.call, plain.call, partial(real_engine.cold, limits=limits)):
+            with pytest.raises(InvalidCall, match=named):
+                await call(larger)
+            assert (await call(fits)).stdout == b"ran\n"
+        async with box.stream(larger) as events:
+            with pytest.raises(InvalidCall, match=named):
+                await anext(events)
+        for module in ("sandbox", "cold"):
+            monkeypatch.setattr(f"executor.{module}.check_code", lambda call, file_size_mb: None)
+        for call in (box.call, plain.call, partial(real_engine.cold, limits=limits)):
+            result = await call(larger)
+            assert (result.exit_code, result.stdout) == (126, b"")
+            assert result.stderr == b"the call's code: File too large\n"
+        assert (await box.call(fits)).stdout == b"ran\n"
+
+
+async def test_code_that_memory_cannot_hold_is_a_death_for_memory_and_no_result(real_engine: Room) -> None:
+    large = Call(code=f"x = {'x' * 30_000_000!r}", timeout=30)
+    async with real_engine.armed(profile={"limits": Limits(memory_mb=48)}) as box:
+        try:
+            result = await box.call(large)
+        except SandboxDied as error:
+            assert error.cause == "oom"  # noqa: PT017 - either end is right
+        else:
+            assert (result.oom_killed, result.signal) == (True, signal.SIGKILL)
+            assert (await box.call(Call(code="print('on')"))).stdout == b"on\n"
+
+
+async def test_file_that_the_limit_for_files_does_not_allow_is_told_as_such(real_engine: Room) -> None:
+    async with real_engine.armed(profile={"limits": Limits(file_size_mb=1)}) as box:
+        request = files.write_request("large", b"x" * ((1 << 20) + 1), parents=False, max_input=4 << 20)
+        result = await box.call(Call(code=files.program(), stdin=request))
+        with pytest.raises(FileFailed) as caught:
+            files.answer(result, "writing 'large'")
+        assert caught.value.code == "EFBIG"
