@@ -157,7 +157,9 @@ def check_code(call: Call, file_size_mb: int | None) -> None:
     size = _text_size("code", call.code)
     if size > limit:
         why = " (sandbox.file_size_mb, since code is a file inside)" if limit < MAX_CODE else ""
-        raise InvalidCall(f"code is {size} bytes; at most {limit} are taken{why}. Send data on stdin, or raise the limit")
+        raise InvalidCall(
+            f"code is {size} bytes; at most {limit} are taken{why}. Send data on stdin, or raise the limit"
+        )
 
 
 def base_env(image_env: Iterable[str]) -> dict[str, str]:

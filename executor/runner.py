@@ -44,7 +44,7 @@ NO_LIMIT, NO_CODE, OOM_KNOWN = 2**64 - 1, 0xFFFF, 4
 REHEARSED_CALL = b"".join(number.to_bytes(8, "big") for number in (10000000, 1000000, 0, NO_LIMIT))
 BUFFERED = 1 << 18  # bytes that wait for the host before the runner stops reading the call's output
 REAP_SECONDS = 4.0
-REAPED_AT_ONCE = 1000  # more than fit into a sandbox: whoever makes them faster holds up neither an answer nor a deadline
+REAPED_AT_ONCE = 1000  # then the deadline is looked at again, however fast there are more to reap
 SIGN_SECONDS = 0.2  # between two signs of life while cleaning up; the host waits longer than for a few of them
 FRESH_CHILDREN = 3  # how often a waiting child that was changed from beside it is replaced before its call is refused
 NOBODY = 1 << 30  # more than any process ID
@@ -80,12 +80,6 @@ class Libc:
 
     PR_SET_DUMPABLE, PR_GET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 4, 3, 36, 37
     PTRACE_DETACH, PTRACE_GETSIGINFO = 17, 0x4202
-    # Numbers of sched_getattr and ioprio_get, for which not every C library has functions; of 64-bit programs.
-    GENERIC = 275, 31
-    NUMBERS = {
-        "x86_64": (315, 252), "ppc64le": (356, 274), "s390x": (346, 283),
-        "aarch64": GENERIC, "riscv64": GENERIC, "loongarch64": GENERIC,
-    }  # fmt: skip
     CLONE_VM, CLONE_PARENT = 0x100, 0x8000
     STACK = 16384
 
@@ -105,7 +99,10 @@ class Libc:
         self._ptrace = libc.ptrace
         self._ptrace.argtypes = ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p
         self._siginfo = ctypes.create_string_buffer(128)
-        known = self.NUMBERS.get(os.uname().machine) if sys.maxsize > 1 << 32 else None
+        # Of sched_getattr and ioprio_get, for which not every C library has functions.
+        numbers = {"x86_64": (315, 252), "ppc64le": (356, 274), "s390x": (346, 283)}
+        numbers.update(dict.fromkeys(("aarch64", "riscv64", "loongarch64"), (275, 31)))
+        known = numbers.get(os.uname().machine) if sys.maxsize > 1 << 32 else None
         self._syscall, self._numbers = libc.syscall, known
         self._scheduling = ctypes.create_string_buffer(56)
         # Made here: a class that is made during a call looks like the call's own.
@@ -251,7 +248,7 @@ def limits_of(libc, pid=0):
 LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 CPU_AT = LIMITS.index(resource.RLIMIT_CPU)
 QUEUES = "/dev/mqueue"
-IPC_BYTES = 1 << 23  # of a list of System V objects that are read at a time: about all that a namespace may have by default
+IPC_BYTES = 1 << 23  # of a list of System V objects that are read at a time: most of what a namespace may have
 
 
 KEPT = set()  # the modules that a call finds loaded

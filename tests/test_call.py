@@ -393,5 +393,5 @@ def test_code_is_refused_beyond_what_a_file_and_a_frame_take_counted_in_bytes(
 @pytest.mark.parametrize("agent", ["a", "b"])
 def test_code_of_a_session_is_held_to_the_limit_for_files_before_anybody_waits(agent: str) -> None:
     settings = Settings(sandbox={"file_size_mb": 1}, agents={"b": {}})
-    with pytest.raises(InvalidCall, match="sandbox.file_size_mb"):
+    with pytest.raises(InvalidCall, match=r"sandbox\.file_size_mb"):
         checked_call(settings, agent, None, "x" * ((1 << 20) + 1), b"", None, None, None)

@@ -402,7 +402,7 @@ async def test_objects_that_belong_to_no_process_are_all_gone_with_the_last_call
         assert (left.stdout, left.stderr) == (b"queues 9\nshm 2500\nmsg 2500\nsem 2500\n", b"")
         with anyio.fail_after(20):
             # With several runners a call that begins now may run beside that one's clean-up.
-            while (await box.call(Call(code=SEES_MEMORY))).stdout != NO_MEMORY:  # noqa: ASYNC110
+            while (await box.call(Call(code=SEES_MEMORY))).stdout != NO_MEMORY:
                 assert parallel > 1
                 await anyio.sleep(0.2)
         assert box.poisoned == ""

@@ -72,7 +72,7 @@ TRACED: dict[str, tuple[str, int | None, int | None, bytes]] = {
         3, None, b"handled on",
     ),
     "seized by its child": (
-        f"r, w = os.pipe()\nme = os.getpid()\nif os.fork() == 0:\n    trace(SEIZE, me)\n    os.write(w, b'x')\n    time.sleep(0.3)\n"
+        "r, w = os.pipe()\nme = os.getpid()\nif os.fork() == 0:\n    trace(SEIZE, me)\n    os.write(w, b'x')\n    time.sleep(0.3)\n"
         "    os._exit(0)\nos.read(r, 1)",
         3, None, b"on",
     ),
