@@ -11,6 +11,7 @@ from executor.call import Call
 from tests.engine.conftest import Room
 from tests.engine.test_hostile import usable_or_gone
 
+ENGINES = {"seccomp": "engine"}
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
 
@@ -85,7 +86,7 @@ TRACED: dict[str, tuple[str, int | None, int | None, bytes]] = {
 
 
 async def test_traced_call_ends_as_an_untraced_one(real_engine: Room) -> None:
-    async with real_engine.armed() as box:
+    async with real_engine.armed(profile=ENGINES) as box:
         for name, (code, exit_code, number, stdout) in TRACED.items():
             result = await box.call(Call(code=f"{PRELUDE}RUNNER = os.getppid()\n{code}{ON}", timeout=10))
             told = (result.exit_code, result.signal, result.stdout, result.timed_out)
@@ -100,7 +101,7 @@ STORM = "import itertools\nfor _ in range(20):\n    if os.fork() == 0:\n        
 @pytest.mark.parametrize("parallel", [1, 2])
 async def test_storm_of_stops_holds_neither_an_answer_nor_a_deadline(real_engine: Room, parallel: int) -> None:
     code = f"{PRELUDE}RUNNER = os.getppid()\n{STORM}"
-    async with real_engine.armed(grace=0.1, parallel=parallel) as box:
+    async with real_engine.armed(profile=ENGINES, grace=0.1, parallel=parallel) as box:
         result = await box.call(Call(code=f"{code}time.sleep(0.2){ON}", timeout=20))
         assert (result.exit_code, result.stdout, result.timed_out) == (3, b"on", False)
         result = await box.call(Call(code=f"{code}time.sleep(600)", timeout=1))
