@@ -240,7 +240,8 @@ def limits_of(libc, pid=0):
     timerslack_ns, autogroup, coredump_filter, comm, attr), core scheduling cookies, where its pages are, its process
     group, its control group, and whatever needs to trace it.
     """
-    limits = tuple(resource.prlimit(pid, kind) for kind in LIMITS)
+    # `getrlimit` is the quicker one of the two.
+    limits = tuple([resource.prlimit(pid, kind) if pid else resource.getrlimit(kind) for kind in LIMITS])
     nice, policy = os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid)
     return limits, os.sched_getaffinity(pid), nice, policy, libc.scheduling(pid)
 

@@ -20,6 +20,7 @@ from tests.wire import report
 KINDS = {
     frames.HELLO: 2_000_000, frames.ARMED: 0, frames.OUT: 65_536, frames.ERR: 65_536, frames.TAKEN: 8,
     frames.DONE: len(report()), frames.CLEAN: 64, frames.DIRTY: 64, frames.POISONED: 256,
+    frames.CLEANING: 0,
 }  # fmt: skip
 SEQUENCE = st.integers(0, 2**32 - 1)
 FRAMES = st.lists(
