@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import anyio
-import structlog
 
 from executor.attached import PROVED, REFUSED, Attached, run_attached
 from executor.call import Call, carried, new_token
 from executor.docker import classify
 from executor.engine import Engine, ImageInfo, NameTaken
+from executor.log import get_logger
 from executor.outcome import (
     CANNOT_RUN,
     KILL_CODE,
@@ -25,7 +25,7 @@ from executor.profile import ContainerProfile, Identity
 from executor.result import CallResult, EmberpoolError, EngineUnavailable, ProfileMismatch, SandboxDied
 from executor.watch import EventHub, Watch
 
-log = structlog.get_logger("emberpool.cold")
+log = get_logger("emberpool.cold")
 
 REMOVE_TIMEOUT = 10.0
 PROBE_TIMEOUT = 30.0

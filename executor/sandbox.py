@@ -9,7 +9,6 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
-import structlog
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
@@ -19,6 +18,7 @@ from executor.attached import Attached, run_attached
 from executor.call import Call, base_env
 from executor.docker import classify
 from executor.engine import ContainerGone, Engine, ImageInfo
+from executor.log import get_logger
 from executor.outcome import CANNOT_RUN
 from executor.plain import PlainExec
 from executor.profile import ContainerProfile, Identity, exec_args
@@ -37,7 +37,7 @@ from executor.stream import CallStream, Sink
 from executor.verify import INSIDE_FILES, Finding, check_files, check_inside, check_inspect, probe_argv, require
 from executor.watch import EventHub, Watch
 
-log = structlog.get_logger("emberpool.sandbox")
+log = get_logger("emberpool.sandbox")
 
 PROBE_TIMEOUT = 15.0
 TOOL_PLACE = "/tool"

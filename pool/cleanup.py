@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import structlog
+from executor.log import get_logger
 
 from executor.engine import ContainerGone, Engine
 from executor.profile import LABEL_POOL
@@ -22,7 +22,7 @@ from executor.result import EmberpoolError, EngineFailed, PoolUnusable
 from pool.ledger import Entry, StateDirectory
 from pool.private_files import StateLocked
 
-log = structlog.get_logger("emberpool.pool")
+log = get_logger("emberpool.pool")
 
 LATE_START = 120.0
 """Seconds for which a start of unknown result stays in the ledger although its container is not there: a daemon that
@@ -82,9 +82,9 @@ async def remove(engine: Engine, state: StateDirectory, left: Leftover) -> None:
         )
     if left.found == "ours":
         await engine.remove(left.container)
-    elif left.found == "foreign":
-        log.warning("pool.foreign_container", sandbox=name, pool=state.pool_id)
     state.drop(name)
+    if left.found == "foreign":
+        log.warning("pool.foreign_container", sandbox=name, pool=state.pool_id)
 
 
 # --- dead pools -------------------------------------------------------------------------------------------------------

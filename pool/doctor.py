@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-import structlog
+from executor.log import get_logger
 
 from executor.engine import Engine, EngineInfo, ImageInfo
 from executor.locate import find_engine
@@ -26,7 +26,7 @@ from pool.users import UserPolicy
 
 __all__ = ["Check", "examine", "examine_file"]
 
-log = structlog.get_logger("emberpool.doctor")
+log = get_logger("emberpool.doctor")
 
 _T = TypeVar("_T")
 _Work = Callable[[], Awaitable[list[Check]]]

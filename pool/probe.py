@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import anyio
-import structlog
+from executor.log import get_logger
 
 from executor.call import Call
 from executor.cgroups import remove_parent
@@ -30,7 +30,7 @@ from pool.ledger import Entry, StateDirectory
 from pool.users import UserPolicy
 from pool.workshop import Connection, connection
 
-log = structlog.get_logger("emberpool.doctor")
+log = get_logger("emberpool.doctor")
 
 LIFETIME = 60.0
 """Seconds after which a probe's PID 1 ends by itself, whatever has become of the doctor."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import structlog
+from executor.log import get_logger
 
 from executor.result import EmberpoolError, PoolUnusable
 from pool.adoption import Inheritance, Standard, unfit
@@ -12,7 +12,7 @@ from pool.connection import Connection
 from pool.ledger import Entry, StateDirectory
 from pool.users import UserPolicy
 
-log = structlog.get_logger("emberpool.pool")
+log = get_logger("emberpool.pool")
 
 
 class Sweeper:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import anyio
-import structlog
 from anyio.abc import TaskGroup
+from executor.log import get_logger
 
 from executor.call import Call
 from executor.cold import ColdSpec, cold_call, has_python
@@ -50,7 +50,7 @@ from pool.ledger import Entry, EntryState, StateDirectory
 from pool.sweeper import Sweeper
 from pool.users import UserPolicy
 
-log = structlog.get_logger("emberpool.pool")
+log = get_logger("emberpool.pool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +181,8 @@ class Workshop:
         except EmberpoolError:
             return  # whoever brings it back is noticed by the next start that fails
         if image.id != link.image.id and self.connection is link:
-            log.info("pool.image_changed", pool=self._state.pool_id, image=image.id, was=link.image.id)
             self.connection = connection(self._settings, link.engine, link.info, image, self._state.pool_id)
+            log.info("pool.image_changed", pool=self._state.pool_id, image=image.id, was=link.image.id)
 
     async def _make(self, n: int, link: Connection) -> Sandbox:
         name = self.name(n)
@@ -215,12 +215,12 @@ class Workshop:
             spec = self._spec(link, identity, str(place), nonce, python=True)
             box = await take_over(link.engine, self._hub, spec, entry.container, self._tasks)
         except EmberpoolError as error:
-            log.info("sandbox.not_adopted", sandbox=entry.name, pool=self._state.pool_id, error=str(error))
             await self._sweeper.remove(link, entry, time.time())
             # What could not be removed now is from here on the next sweep's.
             del self._inherited.taken[n], self._users[entry.name]
             self._hub.forget(entry.name)
             self._enter(self.name(n), "standby", link.image)
+            log.info("sandbox.not_adopted", sandbox=entry.name, pool=self._state.pool_id, error=str(error))
             return None
         self._python[link.image.id] = True
         self._containers[entry.name] = entry.container
