@@ -22,7 +22,8 @@ from executor.outcome import (
     unproven,
 )
 from executor.profile import ContainerProfile, Identity
-from executor.result import CallResult, EmberpoolError, EngineUnavailable, ProfileMismatch, SandboxDied
+from executor.result import CallResult, EmberpoolError, EngineUnavailable, SandboxDied
+from executor.verify import require_no_volumes
 from executor.watch import EventHub, Watch
 
 log = get_logger("emberpool.cold")
@@ -60,11 +61,7 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
 
     Raises ``ImageMissing``, ``ProfileMismatch``, ``EngineUnavailable`` (nothing was started) or ``SandboxDied``.
     """
-    if spec.image.volumes:
-        places = ", ".join(spec.image.volumes)
-        raise ProfileMismatch(
-            f"the image declares VOLUME {places}: a writable place on the host's disk; rebuild it without"
-        )
+    require_no_volumes(spec.image)
     watch = hub.watch(spec.identity.name)
     argv = call.client_argv(new_token()) if spec.python else call.argv
     ours, tried = True, False

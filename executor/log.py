@@ -41,12 +41,12 @@ def lost_lines() -> int:
 class Logger:
     """A logger whose ``debug``, ``info``, ``warning`` and ``error`` take a dotted event name and fields, and cannot raise."""
 
-    def __init__(self, name: str, **fields: Any) -> None:
+    def __init__(self, name: str, /, **fields: Any) -> None:
         self._name, self._fields = name, fields
         # Lazy: it looks at the configuration when it is used, not now.
         self._structlog = structlog.get_logger(name, **fields)
 
-    def bind(self, **fields: Any) -> Logger:
+    def bind(self, /, **fields: Any) -> Logger:
         """A logger of the same name whose lines have these fields too."""
         return Logger(self._name, **{**self._fields, **fields})
 

@@ -34,7 +34,16 @@ from executor.result import (
 from executor.runners import Place, Runners
 from executor.staging import Fingerprints, StageLimits, Staging
 from executor.stream import CallStream, Sink
-from executor.verify import INSIDE_FILES, Finding, check_files, check_inside, check_inspect, probe_argv, require
+from executor.verify import (
+    INSIDE_FILES,
+    Finding,
+    check_files,
+    check_inside,
+    check_inspect,
+    probe_argv,
+    require,
+    require_no_volumes,
+)
 from executor.watch import EventHub, Watch
 
 log = get_logger("emberpool.sandbox")
@@ -262,11 +271,7 @@ async def start_sandbox(
     On any error or cancel the container may exist: its owner removes it by name. Raises ``ImageMissing``,
     ``ProfileMismatch``, ``EngineUnavailable``.
     """
-    if spec.image.volumes:
-        places = ", ".join(spec.image.volumes)
-        raise ProfileMismatch(
-            f"the image declares VOLUME {places}: a writable place on the host's disk; rebuild it without"
-        )
+    require_no_volumes(spec.image)
     hub.watch(spec.identity.name)
     args = spec.profile.sandbox_args(
         spec.image.id, identity=spec.identity, staging=spec.staging, lifetime=spec.lifetime

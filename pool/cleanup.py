@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,12 +42,14 @@ Found = Literal["ours", "gone", "foreign", "late"]
 @dataclass(frozen=True, slots=True)
 class Leftover:
     """A ledger entry and what the engine has of it: our container (``container`` is its full ID, ``facts`` the engine's
-    record), nothing, another's container under this name, or nothing although a start may still arrive (``late``)."""
+    record), nothing, another's container under this name, or nothing although a start may still arrive (``late``). ``seen``
+    is when it was looked for, wall clock seconds."""
 
     entry: Entry
     found: Found
     container: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    seen: float = 0.0
 
 
 async def look(engine: Engine, pool_id: str, entry: Entry, now: float) -> Leftover:
@@ -60,7 +62,7 @@ async def look(engine: Engine, pool_id: str, entry: Entry, now: float) -> Leftov
         facts = await engine.inspect(entry.name)
     except ContainerGone:
         late = not entry.container and now - entry.created < LATE_START
-        return Leftover(entry, "late" if late else "gone")
+        return Leftover(entry, "late" if late else "gone", seen=now)
     try:
         container, labels = str(facts["Id"]), dict(facts["Config"]["Labels"] or {})
     except (LookupError, TypeError, ValueError) as error:
@@ -77,6 +79,9 @@ async def remove(engine: Engine, state: StateDirectory, left: Leftover) -> None:
     """
     name = left.entry.name
     if left.found == "late":
+        if left.entry.created > left.seen:
+            # The clock was set back. From now on it ages by the new time, or it would stay until the old one comes again.
+            state.note(replace(left.entry, created=left.seen))
         raise ContainerGone(
             f"the start of {name} was given up and may still be carried out; its entry stays for a while"
         )
@@ -158,9 +163,9 @@ def _lock(path: Path, found: Survey, locks: ExitStack, *, one_shot: bool) -> Non
     try:
         if not (path / "pool.json").exists():
             # Opening would make a state directory of whatever this is.
-            if not one_shot:
+            if not one_shot and not any((path / "ledger").glob("emberpool-*")):
                 raise PoolUnusable(f"{path} is not a pool's state directory; name the one that holds its pool.json")
-            if time.time() - path.lstat().st_mtime < JUST_MADE:
+            if one_shot and time.time() - path.lstat().st_mtime < JUST_MADE:
                 found.skipped.append(Skipped(path, f"{path} has just been made", live=True))
                 return
         state = StateDirectory.open(path)

@@ -409,6 +409,10 @@ class SandboxPool:
         """Log the first lines, while there is nothing yet but the lock to give back."""
         try:
             self._log.info("pool.started", instance=self._shop.instance, state_dir=str(self._directory.path))
+            if self._directory.repaired:
+                self._log.warning("pool.state_repaired", files=self._directory.repaired)
+            if self._directory.foreign:
+                self._log.warning("pool.foreign_files", files=self._directory.foreign)
         except BaseException:
             self._directory.close()
             raise
@@ -461,7 +465,7 @@ class SandboxPool:
     async def _start(self, n: int) -> None:
         began = anyio.current_time()
         try:
-            self._shop.enter(n)
+            await self._shop.enter(n)
         except EmberpoolError as error:
             self._say(self._log.warning, "sandbox.start_refused", sandbox=n, reason=error.reason, error=str(error))
             self.feed(ev.SandboxStartFailed(n, fault_of(error), self.jitter()))

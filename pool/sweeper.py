@@ -69,6 +69,7 @@ class Sweeper:
             taken=frozenset(self._users.values()),
             now=now,
             max_age=self._pool.standby_max_age,
+            boot=self._state.boot,
         )
         try:
             why = unfit(await look(link.engine, self._state.pool_id, entry, now), standard)
