@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from executor.log import get_logger
-
 from executor.engine import ContainerGone, Engine
+from executor.log import get_logger
 from executor.profile import LABEL_POOL
 from executor.result import EmberpoolError, EngineFailed, PoolUnusable
 from pool.ledger import Entry, StateDirectory

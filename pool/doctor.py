@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-from executor.log import get_logger
 
 from executor.engine import Engine, EngineInfo, ImageInfo
 from executor.locate import find_engine
+from executor.log import get_logger
 from executor.printable import printable
 from executor.result import EmberpoolError, ImageMissing
 from pool import checks, surroundings

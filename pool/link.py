@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from typing import Protocol
 
 import anyio
-from executor.log import get_logger
 
 from executor.engine import Engine, EngineEvent, EngineInfo, ImageInfo
+from executor.log import get_logger
 from executor.paths import engine_paths
 from executor.private import hold_engine
 from executor.profile import LABEL_POOL

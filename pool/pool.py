@@ -16,12 +16,12 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup, TaskStatus
-from executor.log import get_logger, lost_lines
 
 from executor.call import Call
 from executor.cgroups import remove_parent
 from executor.engine import Engine, EngineInfo, NameTaken
 from executor.locate import find_engine
+from executor.log import get_logger, lost_lines
 from executor.news import News
 from executor.result import (
     CallResult,

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import anyio
-from executor.log import get_logger
 
 from executor.call import Call
 from executor.cgroups import remove_parent
 from executor.cold import ColdSpec, cold_call
 from executor.engine import Engine, EngineEvent, EngineInfo, ImageInfo
+from executor.log import get_logger
 from executor.printable import printable
 from executor.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
 from executor.result import EmberpoolError, ProfileMismatch

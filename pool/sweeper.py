@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from executor.log import get_logger
-
 from executor.result import EmberpoolError, PoolUnusable
 from pool.adoption import Inheritance, Standard, unfit
 from pool.cleanup import look, remove

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import anyio
 from anyio import to_thread
-from executor.log import get_logger
 
 from executor.call import Call
 from executor.host import HOST, HostLimits, host_call
+from executor.log import get_logger
 from executor.result import EmberpoolError, InvalidCall
 from executor.sandbox import no_file
 from executor.staging import resolve_tool_dir

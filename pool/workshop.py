@@ -13,11 +13,11 @@ from typing import Literal
 import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
-from executor.log import get_logger
 
 from executor.call import Call
 from executor.cold import ColdSpec, cold_call, has_python
-from executor.engine import ImageInfo
+from executor.engine import ImageInfo, NameTaken
+from executor.log import get_logger
 from executor.profile import (
     LABEL_CONFIG,
     LABEL_INSTANCE,
@@ -340,7 +340,7 @@ class Workshop:
         self._colds += 1
         name = f"emberpool-{self._state.pool_id}-{self.instance}-{kind[0]}{self._colds}"
         user = await self._enter(name, kind, self._require().image, policy)
-        watch = self._hub.watch(name)
+        watch, unmade = self._hub.watch(name), False
 
         def created(container: str) -> None:
             try:
@@ -351,11 +351,14 @@ class Workshop:
         watch.on_created = created
         try:
             yield name, user
+        except NameTaken:
+            unmade = True
+            raise
         finally:
             # Where its absence is not confirmed the entry stays, and the next resync removes the container.
             self._users.pop(name, None)
             self._hub.forget(name)
-            if watch.destroyed.is_set():
+            if unmade or watch.destroyed.is_set():
                 self._drop(name)
 
     def _drop(self, name: str) -> None:
