@@ -441,3 +441,17 @@ async def test_a_hook_that_uses_the_pool_finds_everything_done(stage: Stage, sin
         await (await pool.acquire("agent", "session")).close()
         await until(lambda: count(pool, "stopping") == 0)
         assert told[:4] == [("sandbox.started", 1), ("session.bound", 1), ("pool.resized", 1), ("session.forgotten", 0)]
+
+
+async def test_an_interrupt_in_a_line_of_the_pools_own_tasks_ends_the_pool(stage: Stage, sink: Sink) -> None:
+    sink.bad, sink.error, sink.once = {"sandbox.started"}, KeyboardInterrupt(), True
+    settings = settings_of(stage.state_dir)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        async with SandboxPool(settings, find=stage.engine.find) as pool:
+            await pool.acquire("agent", "session")
+            await anyio.sleep(100)
+    assert raised.group_contains(KeyboardInterrupt)
+    assert not raised.group_contains(Exception)
+    async with stage.pool():
+        await anyio.sleep(20)  # what was left is removed
+        assert stage.engine.boxes == {}
