@@ -446,10 +446,14 @@ async def test_a_hook_that_uses_the_pool_finds_everything_done(stage: Stage, sin
 async def test_an_interrupt_in_a_line_of_the_pools_own_tasks_ends_the_pool(stage: Stage, sink: Sink) -> None:
     sink.bad, sink.error, sink.once = {"sandbox.started"}, KeyboardInterrupt(), True
     settings = settings_of(stage.state_dir)
-    with pytest.raises(BaseExceptionGroup) as raised:
+
+    async def use() -> None:
         async with SandboxPool(settings, find=stage.engine.find) as pool:
             await pool.acquire("agent", "session")
             await anyio.sleep(100)
+
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await use()
     assert raised.group_contains(KeyboardInterrupt)
     assert not raised.group_contains(Exception)
     async with stage.pool():
