@@ -176,6 +176,9 @@ async def engine_trouble(stage: Stage) -> None:
         engine.faults["start"] = [BROKEN]
         engine.faults["remove"] = [BROKEN, BROKEN]
         session = await stage.acquired(pool, "session")
+        engine.faults["attach"] = [BROKEN]
+        await outcome(lambda: session.call(code="echo x"))
+        await anyio.sleep(5)
         engine.misdeeds["call"] = [dies]
         await outcome(lambda: session.call(code="echo x"))
         engine.always["remove"] = BROKEN
