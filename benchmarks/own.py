@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import anyio
-import structlog
 from anyio.abc import TaskStatus
 
 from benchmarks.bench import STILL, Bench, temporary_state
 from executor.cgroups import remove_parent
+from executor.log import get_logger
 from executor.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
 from executor.result import EmberpoolError
 from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
@@ -22,7 +22,7 @@ from pool.ledger import Entry, StateDirectory
 from pool.users import UserPolicy
 from pool.workshop import connection
 
-log = structlog.get_logger("emberpool.benchmark")
+log = get_logger("emberpool.benchmark")
 
 REMOVE_PATIENCE = 30.0
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import anyio
-import structlog
 
 from executor.attached import PROVED, REFUSED, Attached, run_attached
 from executor.call import Call, carried, check_code, new_token
 from executor.docker import classify
 from executor.engine import Engine, ImageInfo, NameTaken
+from executor.log import get_logger
 from executor.outcome import (
     CANNOT_RUN,
     KILL_CODE,
@@ -22,10 +22,11 @@ from executor.outcome import (
     unproven,
 )
 from executor.profile import ContainerProfile, Identity
-from executor.result import CallResult, EmberpoolError, EngineUnavailable, ProfileMismatch, SandboxDied
+from executor.result import CallResult, EmberpoolError, EngineUnavailable, SandboxDied
+from executor.verify import require_no_volumes
 from executor.watch import EventHub, Watch
 
-log = structlog.get_logger("emberpool.cold")
+log = get_logger("emberpool.cold")
 
 REMOVE_TIMEOUT = 10.0
 PROBE_TIMEOUT = 30.0
@@ -61,11 +62,7 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
     Raises ``InvalidCall``, ``ImageMissing``, ``ProfileMismatch``, ``EngineUnavailable`` (nothing was started) or
     ``SandboxDied``.
     """
-    if spec.image.volumes:
-        places = ", ".join(spec.image.volumes)
-        raise ProfileMismatch(
-            f"the image declares VOLUME {places}: a writable place on the host's disk; rebuild it without"
-        )
+    require_no_volumes(spec.image)
     check_code(call, spec.profile.limits.file_size_mb)
     watch = hub.watch(spec.identity.name)
     argv = call.client_argv(new_token()) if spec.python else call.argv

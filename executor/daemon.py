@@ -13,12 +13,11 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import structlog
-
+from executor.log import get_logger
 from executor.paths import EnginePaths
 from executor.proc import KILL_WAIT, argv_of, boot_id, gone, pidfd, start_time
 
-log = structlog.get_logger("emberpool.engine")
+log = get_logger("emberpool.engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +134,7 @@ async def stop(started: Started, *, grace: float) -> None:
             return
         signal.pidfd_send_signal(fd, signal.SIGTERM)
         if not await gone(fd, grace):
-            log.warning("engine.killed", pid=started.pid, grace=grace)
             signal.pidfd_send_signal(fd, signal.SIGKILL)
             await gone(fd, KILL_WAIT)
+            log.warning("engine.killed", pid=started.pid, grace=grace)
     exited(started)  # reaps it where it is this process's child

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-import structlog
 
 from executor import process
 from executor.locks import exclusive
+from executor.log import get_logger
 from executor.printable import printable
 from executor.result import EngineFailed
 
-log = structlog.get_logger("emberpool.engine")
+log = get_logger("emberpool.engine")
 
 Report = Callable[[str], None]
 """Where progress goes: one short line at a time, for a person."""

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import structlog
 from anyio.abc import ByteReceiveStream
 
 from executor import process
 from executor.channel import attached, keep
 from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
+from executor.log import get_logger
 from executor.printable import printable
 from executor.process import Finished
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ProfileMismatch
 
-log = structlog.get_logger("emberpool.engine")
+log = get_logger("emberpool.engine")
 
 _MAX_EVENT_LINE = 4_000_000
 _REMOVE_ATTEMPTS = 40

@@ -24,16 +24,16 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import structlog
 
 from executor.call import Call
 from executor.host_process import HostEnd, run_on_host
 from executor.host_unlimited import unlimited
+from executor.log import get_logger
 from executor.printable import printable
 from executor.profile import CALL_ENV
 from executor.result import CallResult, EngineFailed, InvalidCall, ProfileMismatch
 
-log = structlog.get_logger("emberpool.host")
+log = get_logger("emberpool.host")
 
 HOST = "host"
 """What a call on the host has for a generation."""

@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
-import structlog
 
 from executor.family import Family
+from executor.log import get_logger
 from executor.process import READ_SIZE, Capped
 from executor.result import EngineFailed
 
 if sys.platform != "win32":
     import resource
 
-log = structlog.get_logger("emberpool.host")
+log = get_logger("emberpool.host")
 
 MAX_SAID = 4_096
 """Bytes that the program may say on its private descriptor."""

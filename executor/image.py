@@ -6,17 +6,16 @@ import os
 import shutil
 from pathlib import Path
 
-import structlog
-
 from executor.debian import Report, is_root, release
 from executor.docker import CommandLineEngine
 from executor.engine import ImageInfo
 from executor.locks import exclusive, private_directory
+from executor.log import get_logger
 from executor.paths import engine_paths
 from executor.result import EmberpoolError, EngineUnavailable, ImageMissing
 from executor.rootfs import CHANGES, build_rootfs
 
-log = structlog.get_logger("emberpool.engine")
+log = get_logger("emberpool.engine")
 
 DEFAULT_IMAGE = "localhost/emberpool-python:2"
 """The image of the default profile. No public registry can serve this name, so that where it is missing, it can never

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import anyio
-import structlog
 
 from executor import daemon, process
 from executor.debian import Report, install, system_environment
@@ -14,10 +13,11 @@ from executor.docker import CommandLineEngine
 from executor.engine import EngineInfo
 from executor.leftovers import sweep_containerd
 from executor.locate import private_endpoint
+from executor.log import get_logger
 from executor.paths import EnginePaths
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable
 
-log = structlog.get_logger("emberpool.engine")
+log = get_logger("emberpool.engine")
 
 STOP_GRACE = 30.0
 """Seconds for an orderly end: dockerd gives its containers ten to end by themselves, all at once."""

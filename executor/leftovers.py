@@ -9,14 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import anyio
-import structlog
 
 from executor import process
 from executor.debian import system_environment
+from executor.log import get_logger
 from executor.paths import EnginePaths
 from executor.proc import KILL_WAIT, argv_of, gone, pidfd, pids, shares_files, stat_number
 
-log = structlog.get_logger("emberpool.engine")
+log = get_logger("emberpool.engine")
 
 
 async def sweep_containerd(paths: EnginePaths) -> bool:

@@ -10,14 +10,13 @@ import os
 import shutil
 from collections.abc import Iterator
 
-import structlog
-
 from executor.docker import CommandLineEngine, Endpoint
 from executor.engine import EngineInfo
+from executor.log import get_logger
 from executor.paths import ENGINE_HOME, EnginePaths, engine_paths
 from executor.result import EmberpoolError, EngineUnavailable
 
-log = structlog.get_logger("emberpool.engine")
+log = get_logger("emberpool.engine")
 
 _PROBE_TIMEOUT = 10.0
 

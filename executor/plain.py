@@ -10,17 +10,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import anyio
-import structlog
 
 from executor.attached import PROVED, Attached, run_attached
 from executor.call import Call, carried, new_token
 from executor.engine import Engine
+from executor.log import get_logger
 from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, exec_result, never_began, unproven
 from executor.profile import exec_args
 from executor.result import CallResult, EmberpoolError, SandboxDied
 from executor.watch import EventHub, ExecWatch, Watch
 
-log = structlog.get_logger("emberpool.sandbox")
+log = get_logger("emberpool.sandbox")
 
 KILLED_PATIENCE = 0.3
 EVENT_PATIENCE = 2.0

@@ -13,8 +13,6 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import structlog
-
 from executor import daemon, leftovers
 from executor.debian import Report, is_root, release
 from executor.docker import CommandLineEngine, Endpoint
@@ -22,10 +20,11 @@ from executor.engine import EngineInfo
 from executor.launch import STOP_GRACE, ensure_dockerd, start
 from executor.locate import find_engine, private_endpoint
 from executor.locks import exclusive, holders, private_directory, try_lock
+from executor.log import get_logger
 from executor.paths import EnginePaths, engine_home, engine_paths
 from executor.result import EmberpoolError, EngineUnavailable
 
-log = structlog.get_logger("emberpool.engine")
+log = get_logger("emberpool.engine")
 
 _LOCK_TIMEOUT = 300.0
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import anyio
 import anyio.lowlevel
-import structlog
 
 from executor.armed import ArmedRunner, RunnerConfig, RunnerState, Running
 from executor.call import LOADER, Call, new_token
 from executor.engine import Engine
 from executor.frames import Report
+from executor.log import get_logger
 from executor.news import News
 from executor.printable import printable
 from executor.profile import CALL_ENV, exec_args
@@ -21,7 +21,7 @@ from executor.result import CallResult, DeathCause, EmberpoolError, EngineUnavai
 from executor.stream import Sink
 from executor.watch import EventHub, ExecWatch, Watch
 
-log = structlog.get_logger("emberpool.runner")
+log = get_logger("emberpool.runner")
 
 ARM_TIMEOUT = 15.0
 """Seconds that a runner may take for each step that it does by itself (hello, arming, its end); beyond it the sandbox is
@@ -249,8 +249,8 @@ class Runners:
             self.problem = SandboxDied(
                 f"the sandbox's runner cannot be trusted any more: {reason}", cause=cause, started=False
             )
-        log.warning("runner.lost", sandbox=place.watch.name, reason=reason)
         await self._kill(cause)
+        log.warning("runner.lost", sandbox=place.watch.name, reason=reason)
 
     async def _container_ended(self, runner: ArmedRunner, expected: ExecWatch) -> bool:
         """Whether the container's own end took the runner along, as far as events tell in a moment."""

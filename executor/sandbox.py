@@ -9,7 +9,6 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
-import structlog
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
@@ -19,6 +18,7 @@ from executor.attached import Attached, run_attached
 from executor.call import Call, base_env, check_code
 from executor.docker import classify
 from executor.engine import ContainerGone, Engine, ImageInfo
+from executor.log import get_logger
 from executor.outcome import CANNOT_RUN
 from executor.plain import PlainExec
 from executor.profile import ContainerProfile, Identity, exec_args
@@ -34,10 +34,19 @@ from executor.result import (
 from executor.runners import Place, Runners
 from executor.staging import Fingerprints, StageLimits, Staging
 from executor.stream import CallStream, Sink
-from executor.verify import INSIDE_FILES, Finding, check_files, check_inside, check_inspect, probe_argv, require
+from executor.verify import (
+    INSIDE_FILES,
+    Finding,
+    check_files,
+    check_inside,
+    check_inspect,
+    probe_argv,
+    require,
+    require_no_volumes,
+)
 from executor.watch import EventHub, Watch
 
-log = structlog.get_logger("emberpool.sandbox")
+log = get_logger("emberpool.sandbox")
 
 PROBE_TIMEOUT = 15.0
 TOOL_PLACE = "/tool"
@@ -263,11 +272,7 @@ async def start_sandbox(
     On any error or cancel the container may exist: its owner removes it by name. Raises ``ImageMissing``,
     ``ProfileMismatch``, ``EngineUnavailable``.
     """
-    if spec.image.volumes:
-        places = ", ".join(spec.image.volumes)
-        raise ProfileMismatch(
-            f"the image declares VOLUME {places}: a writable place on the host's disk; rebuild it without"
-        )
+    require_no_volumes(spec.image)
     hub.watch(spec.identity.name)
     args = spec.profile.sandbox_args(
         spec.image.id, identity=spec.identity, staging=spec.staging, lifetime=spec.lifetime

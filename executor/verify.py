@@ -63,6 +63,15 @@ def _shown(found: object) -> str:
         return "what cannot be shown"
 
 
+def require_no_volumes(image: ImageInfo) -> None:
+    """Raise ``ProfileMismatch`` where an image declares a VOLUME; before anything is made for a container of it."""
+    if image.volumes:
+        places = ", ".join(image.volumes)
+        raise ProfileMismatch(
+            f"the image declares VOLUME {places}: a writable place on the host's disk; rebuild it without"
+        )
+
+
 def probe_argv() -> tuple[str, ...]:
     """A ``cat`` of the facts, each between two readings of the nonce file: that parts them and proves the mount at once."""
     argv = ["cat", _NONCE]

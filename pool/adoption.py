@@ -41,7 +41,7 @@ class Inheritance:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standard:
     """What a standby has to be like to be taken over. ``now`` is wall clock seconds, ``max_age`` seconds; ``taken`` are the
-    users of this instance's other sandboxes."""
+    users of this instance's other sandboxes; ``boot`` is the boot whose entries can be trusted, ``""`` for none."""
 
     pool_id: str
     config_hash: str
@@ -50,6 +50,7 @@ class Standard:
     taken: frozenset[str]
     now: float
     max_age: float
+    boot: str
 
 
 def unfit(left: Leftover, standard: Standard) -> str:
@@ -59,6 +60,9 @@ def unfit(left: Leftover, standard: Standard) -> str:
         return "it is no standby of ours"
     if not entry.container:
         return "its start was cut off"
+    # A loss of power may have undone the move to bound.
+    if not standard.boot or entry.boot != standard.boot:
+        return "the ledger may have lost what came last: the machine was started anew since, or a file was damaged"
     # A clock that was set back says nothing of its age.
     if not 0 <= standard.now - entry.created < standard.max_age:
         return "it is older than pool.standby_max_age"

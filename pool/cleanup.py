@@ -10,19 +10,18 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import structlog
-
 from executor.engine import ContainerGone, Engine
+from executor.log import get_logger
 from executor.profile import LABEL_POOL
 from executor.result import EmberpoolError, EngineFailed, PoolUnusable
 from pool.ledger import Entry, StateDirectory
 from pool.private_files import StateLocked
 
-log = structlog.get_logger("emberpool.pool")
+log = get_logger("emberpool.pool")
 
 LATE_START = 120.0
 """Seconds for which a start of unknown result stays in the ledger although its container is not there: a daemon that
@@ -42,12 +41,14 @@ Found = Literal["ours", "gone", "foreign", "late"]
 @dataclass(frozen=True, slots=True)
 class Leftover:
     """A ledger entry and what the engine has of it: our container (``container`` is its full ID, ``facts`` the engine's
-    record), nothing, another's container under this name, or nothing although a start may still arrive (``late``)."""
+    record), nothing, another's container under this name, or nothing although a start may still arrive (``late``). ``seen``
+    is when it was looked for, wall clock seconds."""
 
     entry: Entry
     found: Found
     container: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    seen: float = 0.0
 
 
 async def look(engine: Engine, pool_id: str, entry: Entry, now: float) -> Leftover:
@@ -60,7 +61,7 @@ async def look(engine: Engine, pool_id: str, entry: Entry, now: float) -> Leftov
         facts = await engine.inspect(entry.name)
     except ContainerGone:
         late = not entry.container and now - entry.created < LATE_START
-        return Leftover(entry, "late" if late else "gone")
+        return Leftover(entry, "late" if late else "gone", seen=now)
     try:
         container, labels = str(facts["Id"]), dict(facts["Config"]["Labels"] or {})
     except (LookupError, TypeError, ValueError) as error:
@@ -77,14 +78,17 @@ async def remove(engine: Engine, state: StateDirectory, left: Leftover) -> None:
     """
     name = left.entry.name
     if left.found == "late":
+        if left.entry.created > left.seen:
+            # The clock was set back. From now on it ages by the new time, or it would stay until the old one comes again.
+            state.note(replace(left.entry, created=left.seen))
         raise ContainerGone(
             f"the start of {name} was given up and may still be carried out; its entry stays for a while"
         )
     if left.found == "ours":
         await engine.remove(left.container)
-    elif left.found == "foreign":
-        log.warning("pool.foreign_container", sandbox=name, pool=state.pool_id)
     state.drop(name)
+    if left.found == "foreign":
+        log.warning("pool.foreign_container", sandbox=name, pool=state.pool_id)
 
 
 # --- dead pools -------------------------------------------------------------------------------------------------------
@@ -158,9 +162,9 @@ def _lock(path: Path, found: Survey, locks: ExitStack, *, one_shot: bool) -> Non
     try:
         if not (path / "pool.json").exists():
             # Opening would make a state directory of whatever this is.
-            if not one_shot:
+            if not one_shot and not any((path / "ledger").glob("emberpool-*")):
                 raise PoolUnusable(f"{path} is not a pool's state directory; name the one that holds its pool.json")
-            if time.time() - path.lstat().st_mtime < JUST_MADE:
+            if one_shot and time.time() - path.lstat().st_mtime < JUST_MADE:
                 found.skipped.append(Skipped(path, f"{path} has just been made", live=True))
                 return
         state = StateDirectory.open(path)

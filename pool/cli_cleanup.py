@@ -72,6 +72,10 @@ async def _cleanup(settings: Settings, place: Path, dry_run: bool, quiet: bool) 
     with survey(place) as found:
         for skipped in found.skipped:
             say(f"skipped {skipped.path}: {skipped.reason}")
+        for dead in found.dead:
+            if dead.state.repaired:
+                files = ", ".join(dead.state.repaired)
+                say(f"{dead.path} was damaged, and names what its file names tell: {files}")
         for path in others(place):
             say(f"not looked at: {path}, another pool's; if that one is dead: emberpool cleanup --state-dir {path}")
         problem = ""

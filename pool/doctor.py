@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import anyio
 import anyio.to_thread
-import structlog
 
 from executor.engine import Engine, EngineInfo, ImageInfo
 from executor.locate import find_engine
+from executor.log import get_logger
 from executor.printable import printable
 from executor.result import EmberpoolError, ImageMissing
 from pool import checks, surroundings
@@ -26,7 +26,7 @@ from pool.users import UserPolicy
 
 __all__ = ["Check", "examine", "examine_file"]
 
-log = structlog.get_logger("emberpool.doctor")
+log = get_logger("emberpool.doctor")
 
 _T = TypeVar("_T")
 _Work = Callable[[], Awaitable[list[Check]]]

@@ -1,9 +1,11 @@
 """A pool's state directory: its identity, its lock, and the ledger of every container that it may have made.
 
-A container's name is entered before its start and dropped only after its absence is confirmed, so a pool that was killed
-leaves nothing that its next start does not find. Entries are one small file each; a file's name carries its state, so the
-move from standby to bound is one rename. Nothing is synced to the platter: a machine that loses power has also lost the
-containers.
+A container's name is entered before its start and dropped only after its absence is confirmed, so a pool that was killed,
+or whose machine lost power, leaves nothing that its next start does not find. Entries are one small file each. A file's
+name carries the container's name and its state: the move from standby to bound is one rename, and an entry whose content
+was lost still names its container. The identity and an entry before its start are synced to the disk. What follows (the
+container's ID, the move to bound, the drop) is not: a loss of power may undo it, so that a standby of an earlier boot of
+this machine counts as used (``Entry.boot``).
 """
 
 from __future__ import annotations
@@ -11,24 +13,36 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from executor.proc import boot_id
 from executor.result import PoolUnusable
-from pool.private_files import check_private, read_private, take_lock, write_private
+from pool.identity import UNREADABLE, load_identity
+from pool.private_files import (
+    NotOurs,
+    check_private,
+    make_private,
+    read_private,
+    sync_directory,
+    take_lock,
+    write_atomically,
+    write_durably,
+)
 
 EntryState = Literal["standby", "bound", "cold", "probe"]
 _STATES: tuple[EntryState, ...] = ("standby", "bound", "cold", "probe")
-_IDENTITY_VERSION = 1
 _KNOWN_IDS = 1_024
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*\Z", re.ASCII)
+_DRAFT = ".new-"
 _CONTAINER = re.compile(r"([0-9a-f]{64})?\Z", re.ASCII)
 _NONCE = re.compile(r"([0-9a-f]{32})\n\Z", re.ASCII)
 _PARTS = frozenset({"lock", "ledger", "staging", "pool.json", ".new-pool.json"})
@@ -37,29 +51,40 @@ _PARTS = frozenset({"lock", "ledger", "staging", "pool.json", ".new-pool.json"})
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One container in the ledger. ``container`` is its full ID, ``""`` until the start has answered; ``created`` is wall
-    clock seconds."""
+    clock seconds. ``boot`` is the boot of the machine in which the entry was written, ``""`` where that is not known."""
 
     name: str
     state: EntryState
     container: str = ""
     user: str = ""
     created: float = 0.0
+    boot: str = field(default="", compare=False)
 
 
 class StateDirectory:
-    """An open, locked state directory. Make one with ``StateDirectory.open``; ``close`` gives the lock back."""
+    """An open, locked state directory. Make one with ``StateDirectory.open``; ``close`` gives the lock back.
+
+    ``repaired`` are the files that were damaged when it was opened, and ``foreign`` those in the ledger that no pool makes,
+    which are left alone. ``boot`` is the boot whose entries tell the whole truth; ``""`` where none do.
+    """
 
     def __init__(self, path: Path, lock: int, pool_id: str, secret: bytes) -> None:
         self.path, self.pool_id, self._secret, self._lock = path, pool_id, secret, lock
-        self._ledger, self._staging = path / "ledger", path / "staging"
+        self.repaired: list[str] = []
+        self.foreign: list[str] = []
+        self._ledger, self._staging, self._boot = path / "ledger", path / "staging", boot_id()
         self._ids: dict[tuple[str, str], str] = {}
+
+    @property
+    def boot(self) -> str:
+        return "" if self.repaired else self._boot
 
     @classmethod
     def open(cls, path: Path) -> StateDirectory:
         """Create or open ``path`` and lock it. Raises ``PoolUnusable``, having touched nothing, unless it is ours alone;
         ``StateLocked`` where a pool lives in it."""
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path)
             check_private(path)
             lock = take_lock(path / "lock")
         except OSError as error:
@@ -69,9 +94,11 @@ class StateDirectory:
                 with suppress(FileExistsError):  # a link, too, which is refused below
                     (path / part).mkdir(mode=0o700)
                 check_private(path / part)
-            pool_id, secret = _identity(path / "pool.json")
-            directory = cls(path, lock, pool_id, secret)
-            directory.entries()
+            sync_directory(path)
+            names = [name for file in (path / "ledger").iterdir() if (name := _meaning(file)[0])]
+            identity = load_identity(path / "pool.json", names)
+            directory = cls(path, lock, identity.pool_id, identity.secret)
+            directory._look_through(identity.repaired)
             return directory
         except OSError as error:
             os.close(lock)
@@ -101,40 +128,55 @@ class StateDirectory:
     # --- the ledger ---------------------------------------------------------------------------------------------------
 
     def entries(self) -> list[Entry]:
-        """Every container that may exist. Raises ``PoolUnusable`` on an entry that cannot be read."""
-        found: list[Entry] = []
+        """Every container that may exist. An entry whose content is damaged is one whose ID was never told, made when its file
+        was written. Raises ``PoolUnusable`` where a link or another user's file has an entry's place."""
+        return [entry for entry, _ in self._read()]
+
+    def enter(self, entry: Entry) -> None:
+        """Write an entry; once this has returned it is there whatever ends this process or this machine. Waits for the
+        disk."""
+        with self._writing():
+            write_durably(self._ledger / f"{entry.name}.{entry.state}", self._content(entry))
+
+    def note(self, entry: Entry) -> None:
+        """Replace an entry with more facts; atomic. A loss of power may take the facts, but not the entry."""
+        with self._writing():
+            write_atomically(self._ledger / f"{entry.name}.{entry.state}", self._content(entry))
+
+    def _content(self, entry: Entry) -> str:
+        facts = {"name": entry.name, "container": entry.container, "user": entry.user, "created": entry.created}
+        return json.dumps({**facts, "boot": self._boot})
+
+    def _read(self) -> Iterator[tuple[Entry, bool]]:
+        """Every entry, and whether its content was damaged."""
         with self._writing():
             files = sorted(self._ledger.iterdir())
         for file in files:
-            if file.name.startswith(".new-"):
-                # A write that was cut off: its entry, if there was one, stands beside it.
-                with self._writing():
-                    file.unlink()
+            name, state = _meaning(file)
+            if state is None:
                 continue
-            name, _, state = file.name.rpartition(".")
+            plain = Entry(name, state)
             try:
                 with self._writing():
-                    text = read_private(file)
-                content = json.loads(text)
-                if state not in _STATES or content["name"] != name:
-                    raise ValueError("its name and its content differ")
-                # The name becomes a path below `staging`, and both become words to an engine.
-                if not _NAME.match(name) or not _CONTAINER.match(content["container"]):
-                    raise ValueError("its name or its ID is no container's")
-                found.append(Entry(name, state, content["container"], str(content["user"]), float(content["created"])))
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
-                message = f"the ledger entry {file} is damaged ({error}); look at it, and remove it if it names nothing"
+                    entry = _told(plain, file)
+                yield (entry or replace(plain, created=_written(file)), entry is None)
+            except NotOurs as error:
+                message = (
+                    f"the ledger entry {file} is damaged ({error}); somebody else made it. Look at it, and remove it"
+                )
                 raise PoolUnusable(message) from error
-        return found
 
-    def enter(self, entry: Entry) -> None:
-        """Write an entry, or replace it with more facts; atomic."""
-        content = {"name": entry.name, "container": entry.container, "user": entry.user, "created": entry.created}
-        target = self._ledger / f"{entry.name}.{entry.state}"
-        draft = self._ledger / f".new-{target.name}"
+    def _look_through(self, repaired: bool) -> None:
+        """See what the directory is like as it is opened, and clear drafts away: writes that were cut off, whose entries, if
+        there were any, stand beside them."""
+        self.repaired = ["pool.json"] * repaired
+        self.repaired += [f"ledger/{entry.name}.{entry.state}" for entry, damaged in self._read() if damaged]
         with self._writing():
-            write_private(draft, json.dumps(content))
-            draft.replace(target)
+            for file in sorted(self._ledger.iterdir()):
+                if file.name.startswith(_DRAFT):
+                    file.unlink()
+                elif _meaning(file)[1] is None:
+                    self.foreign.append(f"ledger/{file.name}")
 
     def bind(self, name: str) -> None:
         """Move an entry from standby to bound; atomic."""
@@ -196,7 +238,7 @@ class StateDirectory:
         """Remove the whole directory, its lock last held by us. Raises ``PoolUnusable`` while it names or holds anything
         that would be lost with it."""
         with self._writing():
-            unknown = sorted(file.name for file in self.path.iterdir() if file.name not in _PARTS)
+            unknown = sorted(file.name for file in self.path.iterdir() if file.name not in _PARTS) + self.foreign
         if unknown:
             raise PoolUnusable(
                 f"{self.path} holds {unknown[0]!r}, which no pool made; look at it, and remove it by hand"
@@ -215,25 +257,38 @@ class StateDirectory:
             raise PoolUnusable(message, retry_after=5.0) from error
 
 
-def _identity(path: Path) -> tuple[str, bytes]:
+def _meaning(file: Path) -> tuple[str, EntryState | None]:
+    """The container's name and the state that an entry's file name tells; no state where no pool makes such a file."""
+    name, _, state = file.name.rpartition(".")
+    # The name becomes a path below `staging`, and a word to an engine.
+    if _NAME.match(name):
+        for known in _STATES:
+            if state == known:
+                return name, known
+    return "", None
+
+
+def _told(plain: Entry, file: Path) -> Entry | None:
+    """What the content of an entry's file says; ``None`` where it is damaged. Raises ``NotOurs`` and ``OSError``."""
     try:
-        content = json.loads(read_private(path))
-        if content["version"] != _IDENTITY_VERSION:
-            raise ValueError(f"version {content['version']} is not {_IDENTITY_VERSION}")
-        pool_id, secret = str(content["pool_id"]), bytes.fromhex(content["secret"])
-        if len(pool_id) != 12 or len(secret) != 32 or not pool_id.isalnum():
-            raise ValueError("its fields have unknown forms")
-        return pool_id, secret
-    except FileNotFoundError:
-        if any((path.parent / "ledger").iterdir()):
-            message = f"{path} is missing although the ledger beside it names containers; restore it, or remove both"
-            raise PoolUnusable(message) from None
-        pool_id, secret = secrets.token_hex(6), secrets.token_bytes(32)
-        draft = path.with_name(".new-pool.json")
-        draft.unlink(missing_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({"version": _IDENTITY_VERSION, "pool_id": pool_id, "secret": secret.hex()}, file)
-        draft.rename(path)
-        return pool_id, secret
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise PoolUnusable(f"{path} is damaged ({error}); restore it, or remove the state directory") from error
+        content = json.loads(read_private(file))
+        container, created = content["container"], float(content["created"])
+        if content["name"] != plain.name or not _CONTAINER.match(container) or not math.isfinite(created):
+            return None
+        user, boot = str(content["user"]), str(content.get("boot", ""))
+        return replace(plain, container=container, user=user, created=created, boot=boot)
+    except NotOurs:
+        raise
+    except OSError as error:
+        if error.errno in UNREADABLE:
+            return None
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None
+
+
+def _written(file: Path) -> float:
+    """When a file was written last, wall clock seconds."""
+    with suppress(OSError):
+        return file.lstat().st_mtime
+    return 0.0

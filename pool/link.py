@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from typing import Protocol
 
 import anyio
-import structlog
 
 from executor.engine import Engine, EngineEvent, EngineInfo, ImageInfo
+from executor.log import get_logger
 from executor.paths import engine_paths
 from executor.private import hold_engine
 from executor.profile import LABEL_POOL
@@ -24,7 +24,7 @@ from pool.refusals import fault_of
 from pool.startup import MakeImage, make_image
 from pool.workshop import Workshop, connection
 
-log = structlog.get_logger("emberpool.pool")
+log = get_logger("emberpool.pool")
 
 FindEngine = Callable[[], Awaitable[tuple[Engine, EngineInfo]]]
 _RETRY_CAP = 5.0
@@ -77,18 +77,18 @@ class EngineLink:
                 failures = 1 if self._up else failures + 1
                 self._hub.connected = self._up = False
                 wait = min(_RETRY_CAP, 0.2 * 2.0 ** min(failures, 10)) * (0.5 + 0.5 * self._shell.jitter())
+                self._shell.feed(EngineDown(fault_of(error), wait))
                 log.warning(
                     "pool.engine_down", pool=self._pool_id, reason=error.reason, error=str(error), retry_after=wait
                 )
-                self._shell.feed(EngineDown(fault_of(error), wait))
                 await anyio.sleep(wait)
 
     async def _round(self) -> None:
         engine, info = await self._find()
         if info.private and not self._held:
             # From now on `emberpool engine down` refuses, for as long as this pool lives.
-            self._held = True
             self._stack.enter_context(hold_engine(engine_paths()))
+            self._held = True
         image = await self._image(engine)
         self._shop.connection = connection(self._settings, engine, info, image, self._pool_id)
         # Events are subscribed to from a moment before anything is started, so none can be missed.
@@ -97,9 +97,9 @@ class EngineLink:
         async with engine.events(LABEL_POOL, self._pool_id, self._since) as events:
             self._hub.connected = True
             await self._resync(engine)
-            log.info("pool.engine_up", pool=self._pool_id, engine=info.endpoint, version=info.version, image=image.id)
             self._up = True
             self._shell.feed(EngineUp())
+            log.info("pool.engine_up", pool=self._pool_id, engine=info.endpoint, version=info.version, image=image.id)
             ended: list[EmberpoolError] = []
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._keep_in_step, engine, ended, tasks.cancel_scope)
@@ -140,8 +140,8 @@ class EngineLink:
         def report(text: str) -> None:
             nonlocal said
             said = text
-            log.info("pool.image", pool=self._pool_id, image=reference, progress=text)
             tell()
+            log.info("pool.image", pool=self._pool_id, image=reference, progress=text)
 
         def tell() -> None:
             message = f"the image {reference} is being made ready ({said}); come back in a while"

@@ -15,13 +15,13 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-import structlog
 from anyio.abc import TaskGroup, TaskStatus
 
 from executor.call import Call
 from executor.cgroups import remove_parent
 from executor.engine import Engine, EngineInfo, NameTaken
 from executor.locate import find_engine
+from executor.log import get_logger, lost_lines
 from executor.news import News
 from executor.result import (
     CallResult,
@@ -52,7 +52,7 @@ from pool.state import Phase, PoolState
 from pool.tools import ToolPlan, environment, run_on_host, with_retries
 from pool.workshop import ColdSetting, Workshop
 
-log = structlog.get_logger("emberpool.pool")
+log = get_logger("emberpool.pool")
 
 MAX_SANDBOXES = 10_000
 STOP_PATIENCE = 30.0
@@ -96,6 +96,7 @@ class SandboxPool:
         self._waiters = 0
         self._queue: deque[Event] = deque()
         self._feeding = False
+        self._lines: deque[tuple[Callable[..., None], str, dict[str, Any]]] = deque()
         self._random = random.Random()  # noqa: S311 - jitter, not a secret
         self._entered = self._running = self._over = False
 
@@ -110,6 +111,7 @@ class SandboxPool:
         self._link = EngineLink(
             self.settings, self._find, self._directory.pool_id, self._hub, self._shop, self, self._make_image
         )
+        self._begin_log()
         self._earlier, self._woken = anyio.Event(), float("inf")
         self._stepped = anyio.current_time()
         self._gone = anyio.Event()
@@ -119,7 +121,6 @@ class SandboxPool:
         with anyio.CancelScope(shield=True):
             await self._caller.start(self._supervise)
         self._running = True
-        self._log.info("pool.started", instance=self._shop.instance, state_dir=str(self._directory.path))
         return self
 
     async def __aexit__(
@@ -139,13 +140,13 @@ class SandboxPool:
                 return await self._caller.__aexit__(kind, error, trace)
             await self._caller.__aexit__(None, None, None)
         finally:
+            if self._shop.connection is not None:
+                remove_parent(self._shop.connection.profile.cgroup_parent)
+            self._directory.close()
             if left:
                 self._log.error(
                     "pool.left_behind", containers=left, hint="the next start with this state_dir removes them"
                 )
-            if self._shop.connection is not None:
-                remove_parent(self._shop.connection.profile.cgroup_parent)
-            self._directory.close()
             self._log.info("pool.closed")
         return None
 
@@ -240,7 +241,7 @@ class SandboxPool:
         uids = self.settings.sandbox.uid_range
         if most + policy.max_cold + 1 > uids.count:
             raise InvalidCall(f"max_sandboxes ({most}) is more than sandbox.uid_range ({uids}) has uids for")
-        self._log.info("pool.resized", min_standby=standby, max_sandboxes=most)
+        self._say(self._log.info, "pool.resized", min_standby=standby, max_sandboxes=most)
         self.feed(ev.PolicyChanged(replace(policy, min_standby=standby, max_sandboxes=most)))
 
     def snapshot(self) -> dict[str, Any]:
@@ -256,6 +257,7 @@ class SandboxPool:
             "cold": len(state.cold),
             "engine": "up" if state.health.reachable else "down",
             "fault": state.health.fault.kind.value if state.health.fault else None,
+            "lost_log_lines": lost_lines(),
         }
 
     # --- for Session --------------------------------------------------------------------------------------------------
@@ -280,8 +282,8 @@ class SandboxPool:
             raise
         finally:
             self._leave(waiter)
-            self._log.info("call.ended", **entry.fields(anyio.current_time(), self._shop.image_id))
             self.feed(ev.CallEnded(waiter) if isinstance(place.answer, ev.RunCold) else ev.WaiterGone(waiter))
+            self._log.info("call.ended", **entry.fields(anyio.current_time(), self._shop.image_id))
 
     async def run_call(
         self,
@@ -334,17 +336,17 @@ class SandboxPool:
             raise
         finally:
             now = anyio.current_time()
-            self._log.info(
-                "call.ended",
-                session=self._directory.session_id(*key),
-                generation=f"{self._shop.instance}-{n}" if n is not None else None,
-                **entry.fields(now, self._shop.image_id),
-            )
             ran = isinstance(place.answer, ev.RunCall)
             self._leave(waiter)
             self.feed(
                 ev.CallEnded(waiter, poisoned, self.jitter() if poisoned else 0.0) if ran else ev.WaiterGone(waiter),
                 now,
+            )
+            self._log.info(
+                "call.ended",
+                session=self._directory.session_id(*key),
+                generation=f"{self._shop.instance}-{n}" if n is not None else None,
+                **entry.fields(now, self._shop.image_id),
             )
 
     async def ready(self, key: SessionKey, epoch: int) -> None:
@@ -386,7 +388,6 @@ class SandboxPool:
         self._feeding = True
         try:
             while self._queue:
-                # A log that its owner hooks into may have fed something later meanwhile.
                 self._stepped, now = anyio.current_time() if now is None else max(now, self._stepped), None
                 for effect in self._state.step(self._queue.popleft(), self._stepped):
                     self._carry_out(effect)
@@ -395,6 +396,26 @@ class SandboxPool:
         self._settle()
         if self._state.next_wake < self._woken:
             self._earlier.set()
+        # Whatever a sink does now (a cancel or KeyboardInterrupt in it, a call of the pool by a hook), all has been done.
+        while self._lines:
+            write, name, fields = self._lines.popleft()
+            write(name, **fields)
+
+    def _say(self, write: Callable[..., None], name: str, **fields: Any) -> None:
+        """Log a line at the end of the ``feed`` that follows or is under way, in order."""
+        self._lines.append((write, name, fields))
+
+    def _begin_log(self) -> None:
+        """Log the first lines, while there is nothing yet but the lock to give back."""
+        try:
+            self._log.info("pool.started", instance=self._shop.instance, state_dir=str(self._directory.path))
+            if self._directory.repaired:
+                self._log.warning("pool.state_repaired", files=self._directory.repaired)
+            if self._directory.foreign:
+                self._log.warning("pool.foreign_files", files=self._directory.foreign)
+        except BaseException:
+            self._directory.close()
+            raise
 
     def jitter(self) -> float:
         return self._random.random()
@@ -421,7 +442,7 @@ class SandboxPool:
                 if place.scope is not None:
                     place.scope.cancel()
             case ev.SessionForgotten(key, _, reason):
-                self._log.info("session.forgotten", session=self._directory.session_id(*key), reason=reason)
+                self._say(self._log.info, "session.forgotten", session=self._directory.session_id(*key), reason=reason)
 
     def _spawn(self, carry_out: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
         # A handle may be released after the pool's end; what is left then is the next start's.
@@ -444,9 +465,9 @@ class SandboxPool:
     async def _start(self, n: int) -> None:
         began = anyio.current_time()
         try:
-            self._shop.enter(n)
+            await self._shop.enter(n)
         except EmberpoolError as error:
-            self._log.warning("sandbox.start_refused", sandbox=n, reason=error.reason, error=str(error))
+            self._say(self._log.warning, "sandbox.start_refused", sandbox=n, reason=error.reason, error=str(error))
             self.feed(ev.SandboxStartFailed(n, fault_of(error), self.jitter()))
             return
         try:
@@ -455,15 +476,15 @@ class SandboxPool:
                 raise SandboxDied("the sandbox ended right after its start", cause=box.watch.cause)
         except NameTaken as error:
             # The name is another's container, which a stop would remove.
-            self._log.error("sandbox.name_taken", sandbox=self._shop.name(n), error=str(error))
+            self._say(self._log.error, "sandbox.name_taken", sandbox=self._shop.name(n), error=str(error))
             self._shop.abandon(n)
             self.feed(ev.SandboxStartFailed(n, fault_of(error), self.jitter()))
             return
         except EmberpoolError as error:
-            self._log.warning("sandbox.start_failed", sandbox=n, reason=error.reason, error=str(error))
+            self._say(self._log.warning, "sandbox.start_failed", sandbox=n, reason=error.reason, error=str(error))
             self.feed(ev.SandboxStartUnknown(n, fault_of(error), self.jitter()))
             return
-        self._log.info("sandbox.started", sandbox=box.name, seconds=round(anyio.current_time() - began, 3))
+        self._say(self._log.info, "sandbox.started", sandbox=box.name, seconds=round(anyio.current_time() - began, 3))
         self.feed(ev.SandboxStarted(n, self._shop.age(n)))
 
     async def _stop(self, n: int, reason: str) -> None:
@@ -471,11 +492,13 @@ class SandboxPool:
         try:
             await self._shop.stop(n)
         except EmberpoolError as error:
-            self._log.warning("sandbox.stop_failed", sandbox=n, why=reason, reason=error.reason, error=str(error))
+            self._say(
+                self._log.warning, "sandbox.stop_failed", sandbox=n, why=reason, reason=error.reason, error=str(error)
+            )
             self.feed(ev.SandboxStopFailed(n, self.jitter()))
             return
         seconds = round(anyio.current_time() - began, 3)
-        self._log.info("sandbox.stopped", sandbox=self._shop.name(n), why=reason, seconds=seconds)
+        self._say(self._log.info, "sandbox.stopped", sandbox=self._shop.name(n), why=reason, seconds=seconds)
         self.feed(ev.SandboxStopped(n))
 
     def _bind(self, n: int, key: SessionKey) -> None:
@@ -485,7 +508,7 @@ class SandboxPool:
             self.feed(ev.BindFailed(n, fault_of(error), self.jitter()))
             return
         session_id = self._directory.session_id(*key)
-        self._log.info("session.bound", session=session_id, generation=f"{self._shop.instance}-{n}")
+        self._say(self._log.info, "session.bound", session=session_id, generation=f"{self._shop.instance}-{n}")
         self.feed(ev.BindRecorded(n))
 
     async def _clock(self) -> None:

@@ -16,6 +16,10 @@ from executor.result import PoolUnusable
 _HOLDER = re.compile(r"([1-9][0-9]{0,9})(?: ([0-9T:+-]{25}))?\n?\Z", re.ASCII)
 
 
+class NotOurs(ValueError):
+    """A link, a pipe, a directory or another user's file stands where a file of ours should: no fault of a disk."""
+
+
 class StateLocked(PoolUnusable):
     """Another pool lives in this state directory. ``holder`` says who, as far as its lock file tells."""
 
@@ -76,26 +80,70 @@ def take_lock(path: Path) -> int:
 
 
 def read_private(path: Path) -> str:
-    """The text of a file of ours. ``ValueError`` where it is a link, a pipe or another user's: a pool makes none such."""
+    """The text of a file of ours. ``NotOurs`` where it is a link, a pipe or another user's: a pool makes none such. Any other
+    ``ValueError`` means that it is no UTF-8."""
     try:
         # Without O_NONBLOCK, a pipe in the file's place would be waited for.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise ValueError("it is a symbolic link") from None
+            raise NotOurs("it is a symbolic link") from None
         raise
     if not _ours(file):
         os.close(file)
-        raise ValueError("it is not a regular file of this user")
+        raise NotOurs("it is not a regular file of this user")
     with os.fdopen(file, encoding="utf-8") as text:
         return text.read()
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file of ours anew; a link in its place is not followed (``OSError``)."""
+def write_private(path: Path, text: str, *, sync: bool = False) -> None:
+    """Write a file of ours anew; a link in its place is not followed (``OSError``). ``sync``: it is on the disk then."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, text: str, *, sync: bool = False) -> None:
+    """Write a file of ours so that it is there as it was or whole, whenever this process ends; for a loss of power see
+    ``write_durably``. Its draft is ``.new-NAME`` beside it."""
+    draft = path.with_name(f".new-{path.name}")
+    try:
+        write_private(draft, text, sync=sync)
+        draft.replace(path)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def write_durably(path: Path, text: str) -> None:
+    """``write_atomically``, and it is there after a loss of power too, once this has returned."""
+    write_atomically(path, text, sync=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring to the disk what was made, renamed or removed in a directory."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        # Some network filesystems cannot do this to a directory.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(directory)
+
+
+def make_private(path: Path) -> None:
+    """Make a directory for this user alone, and what is missing above it, so that a loss of power leaves it there."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for place in reversed(missing):
+        sync_directory(place.parent)
 
 
 def _holder(lock: int) -> str:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import anyio
-import structlog
 
 from executor.call import Call
 from executor.cgroups import remove_parent
 from executor.cold import ColdSpec, cold_call
 from executor.engine import Engine, EngineEvent, EngineInfo, ImageInfo
+from executor.log import get_logger
 from executor.printable import printable
 from executor.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
 from executor.result import EmberpoolError, ProfileMismatch
@@ -30,7 +30,7 @@ from pool.ledger import Entry, StateDirectory
 from pool.users import UserPolicy
 from pool.workshop import Connection, connection
 
-log = structlog.get_logger("emberpool.doctor")
+log = get_logger("emberpool.doctor")
 
 LIFETIME = 60.0
 """Seconds after which a probe's PID 1 ends by itself, whatever has become of the doctor."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import structlog
-
+from executor.log import get_logger
 from executor.result import EmberpoolError, PoolUnusable
 from pool.adoption import Inheritance, Standard, unfit
 from pool.cleanup import look, remove
@@ -12,7 +11,7 @@ from pool.connection import Connection
 from pool.ledger import Entry, StateDirectory
 from pool.users import UserPolicy
 
-log = structlog.get_logger("emberpool.pool")
+log = get_logger("emberpool.pool")
 
 
 class Sweeper:
@@ -69,6 +68,7 @@ class Sweeper:
             taken=frozenset(self._users.values()),
             now=now,
             max_age=self._pool.standby_max_age,
+            boot=self._state.boot,
         )
         try:
             why = unfit(await look(link.engine, self._state.pool_id, entry, now), standard)

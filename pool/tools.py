@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-import structlog
 from anyio import to_thread
 
 from executor.call import Call
 from executor.host import HOST, HostLimits, host_call
+from executor.log import get_logger
 from executor.result import EmberpoolError, InvalidCall
 from executor.sandbox import no_file
 from executor.staging import resolve_tool_dir
@@ -26,7 +26,7 @@ from pool.config import Settings
 from pool.config_types import PythonTools
 from pool.manifest import ToolEntry, resolve
 
-log = structlog.get_logger("emberpool.tools")
+log = get_logger("emberpool.tools")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import anyio
-import structlog
+from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from executor.call import Call
 from executor.cold import ColdSpec, cold_call, has_python
-from executor.engine import ImageInfo
+from executor.engine import ImageInfo, NameTaken
+from executor.log import get_logger
 from executor.profile import (
     LABEL_CONFIG,
     LABEL_INSTANCE,
@@ -36,6 +37,7 @@ from executor.result import (
 )
 from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox, take_over
 from executor.staging import Fingerprints, StageLimits
+from executor.verify import require_no_volumes
 from executor.watch import EventHub
 from pool.adoption import labels_of
 from pool.cleanup import LATE_START as LATE_START
@@ -50,7 +52,7 @@ from pool.ledger import Entry, EntryState, StateDirectory
 from pool.sweeper import Sweeper
 from pool.users import UserPolicy
 
-log = structlog.get_logger("emberpool.pool")
+log = get_logger("emberpool.pool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,9 @@ def _host_errors(doing: str) -> Iterator[None]:
     except OSError as error:
         raise EngineUnavailable(f"this host has not what it takes for {doing}: {error}", retry_after=1.0) from error
 
+
+DISK_THREADS = 4
+"""Threads in which ledger entries wait for the disk; their own, so that a disk that hangs stops nobody else's work."""
 
 LAST_SWEEP = 5.0
 """Seconds for which a pool that ends waits for the removal of what its ledger still names."""
@@ -97,6 +102,7 @@ class Workshop:
         self._sweeper = Sweeper(settings, state, self._users, self._user_policy)
         self._inherited = self._sweeper.inherited
         self._tasks, self._asking = tasks, anyio.Lock()
+        self._disk = anyio.CapacityLimiter(DISK_THREADS)
 
     def name(self, n: int) -> str:
         """The name of the container of sandbox ``n``; one that an earlier instance made has that instance's."""
@@ -137,25 +143,28 @@ class Workshop:
         }
         return Identity(name=name, labels=labels)
 
-    def _enter(self, name: str, state: EntryState, image: ImageInfo, policy: UserPolicy | None = None) -> str:
+    async def _enter(self, name: str, state: EntryState, image: ImageInfo, policy: UserPolicy | None = None) -> str:
         """Choose the calls' user of a container and put the container into the ledger, before its start."""
+        require_no_volumes(image)
         user = (policy or self._user_policy).calls_user(image, self._users.values(), offset=self._offset)
         self._offset += 1
         self._users[name] = user
         try:
-            self._state.enter(Entry(name, state, user=user, created=time.time()))
+            entry = Entry(name, state, user=user, created=time.time())
+            # It waits for the disk, which may be busy or slow; calls go on meanwhile.
+            await to_thread.run_sync(self._state.enter, entry, limiter=self._disk)
         except BaseException:
             self._users.pop(name, None)
             raise
         return user
 
-    def enter(self, n: int) -> None:
+    async def enter(self, n: int) -> None:
         """Put sandbox ``n`` into the ledger, before its start. Raises ``PoolUnusable`` or ``ProfileMismatch``.
 
         A standby that an earlier instance left is in the ledger already: sandbox ``n`` is to be that one, if there is one.
         """
         if not self._inherited.claim(n):
-            self._enter(self.name(n), "standby", self._require().image)
+            await self._enter(self.name(n), "standby", self._require().image)
 
     def bind(self, n: int) -> None:
         """Note in the ledger that sandbox ``n`` has a session, before the session has it. Raises ``PoolUnusable``."""
@@ -181,8 +190,8 @@ class Workshop:
         except EmberpoolError:
             return  # whoever brings it back is noticed by the next start that fails
         if image.id != link.image.id and self.connection is link:
-            log.info("pool.image_changed", pool=self._state.pool_id, image=image.id, was=link.image.id)
             self.connection = connection(self._settings, link.engine, link.info, image, self._state.pool_id)
+            log.info("pool.image_changed", pool=self._state.pool_id, image=image.id, was=link.image.id)
 
     async def _make(self, n: int, link: Connection) -> Sandbox:
         name = self.name(n)
@@ -194,7 +203,7 @@ class Workshop:
         def created(container: str) -> None:
             self._containers[name] = container
             self._untold.discard(name)  # first: it has been told also where the ledger cannot take it
-            self._state.enter(Entry(name, "standby", container=container, user=user, created=time.time()))
+            self._state.note(Entry(name, "standby", container=container, user=user, created=time.time()))
 
         self._untold.add(name)
         try:
@@ -215,12 +224,12 @@ class Workshop:
             spec = self._spec(link, identity, str(place), nonce, python=True)
             box = await take_over(link.engine, self._hub, spec, entry.container, self._tasks)
         except EmberpoolError as error:
-            log.info("sandbox.not_adopted", sandbox=entry.name, pool=self._state.pool_id, error=str(error))
             await self._sweeper.remove(link, entry, time.time())
             # What could not be removed now is from here on the next sweep's.
             del self._inherited.taken[n], self._users[entry.name]
             self._hub.forget(entry.name)
-            self._enter(self.name(n), "standby", link.image)
+            await self._enter(self.name(n), "standby", link.image)
+            log.info("sandbox.not_adopted", sandbox=entry.name, pool=self._state.pool_id, error=str(error))
             return None
         self._python[link.image.id] = True
         self._containers[entry.name] = entry.container
@@ -330,22 +339,26 @@ class Workshop:
         """Name and user of a container that ends with the block, in the ledger for as long as it may exist."""
         self._colds += 1
         name = f"emberpool-{self._state.pool_id}-{self.instance}-{kind[0]}{self._colds}"
-        user = self._enter(name, kind, self._require().image, policy)
-        watch = self._hub.watch(name)
+        user = await self._enter(name, kind, self._require().image, policy)
+        watch, unmade = self._hub.watch(name), False
 
         def created(container: str) -> None:
             try:
-                self._state.enter(Entry(name, kind, container=container, user=user, created=time.time()))
+                self._state.note(Entry(name, kind, container=container, user=user, created=time.time()))
             except PoolUnusable as error:  # the entry without the ID stands, and its name and label find the container
                 log.warning("pool.id_not_noted", sandbox=name, pool=self._state.pool_id, error=str(error))
 
         watch.on_created = created
         try:
             yield name, user
+        except NameTaken:
+            unmade = True
+            raise
         finally:
             # Where its absence is not confirmed the entry stays, and the next resync removes the container.
             self._users.pop(name, None)
-            if watch.destroyed.is_set():
+            self._hub.forget(name)
+            if unmade or watch.destroyed.is_set():
                 self._drop(name)
 
     def _drop(self, name: str) -> None:

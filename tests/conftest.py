@@ -9,11 +9,13 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
@@ -21,6 +23,7 @@ from executor.engine import Engine
 from executor.locate import find_engine
 from executor.profile import LABEL_POOL
 from executor.result import EmberpoolError
+from pool import workshop
 from pool.config import Settings
 
 ENGINE_IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "")
@@ -30,6 +33,20 @@ ENGINE_IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "")
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """The backend that AnyIO's plugin runs the test on."""
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_for_the_ledger_under_virtual_time(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread takes real time, for which virtual time does not wait: there entries are written on the event loop."""
+    if "anyio_backend" in request.fixturenames and isinstance(request.getfixturevalue("anyio_backend"), tuple):
+
+        async def run_sync(work: Callable[..., object], *args: object, limiter: object) -> object:
+            await anyio.lowlevel.checkpoint()
+            return work(*args)
+
+        monkeypatch.setattr(workshop, "to_thread", SimpleNamespace(run_sync=run_sync))
 
 
 @pytest.fixture

@@ -472,7 +472,7 @@ def test_the_config_hash_tells_one_content_of_a_seccomp_profile_from_another(
 
 # --- what the ledger and the engine's record have to say --------------------------------------------------------------
 
-ENTRY = Entry("box", "standby", "c" * 64, "1000001:1000001", 1_000.0)
+ENTRY = Entry("box", "standby", "c" * 64, "1000001:1000001", 1_000.0, "boot")
 LABELS = {LABEL_POOL: "pool", LABEL_CONFIG: "hash", LABEL_KIND: "sandbox"}
 FACTS = {
     "State": {"Running": True, "Paused": False},
@@ -485,7 +485,7 @@ OWN = UserPolicy("auto", UidRange(1_000_000, 100))
 def standard(**changes: Any) -> Standard:
     facts: dict[str, Any] = {
         "pool_id": "pool", "config_hash": "hash", "image": IMAGE, "users": OWN, "taken": frozenset(), "now": 1_060.0,
-        "max_age": 100.0,
+        "max_age": 100.0, "boot": "boot",
     }  # fmt: skip
     return Standard(**{**facts, **changes})
 
@@ -512,6 +512,10 @@ def test_a_standby_that_is_as_it_should_be_is_fit(root: None) -> None:
         (leftover(found="foreign"), {}, "no standby"),
         (leftover(found="gone", facts={}), {}, "no standby"),
         (leftover(container=""), {}, "cut off"),
+        (leftover(boot="other"), {}, "started anew"),
+        (leftover(boot=""), {}, "started anew"),
+        (leftover(), {"boot": ""}, "started anew"),
+        (leftover(boot=""), {"boot": ""}, "started anew"),
         (leftover(), {"now": 1_100.0}, "older"),
         (leftover(), {"now": 999.0}, "older"),
         (leftover(created=float("nan")), {}, "older"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -316,21 +315,48 @@ def test_a_one_shot_directory_that_holds_something_else_stays(engine: ScriptedEn
 
 
 @pytest.mark.parametrize("name", ["state", ONE_SHOT])
-def test_a_damaged_ledger_is_told_and_nothing_of_it_is_touched(
+def test_a_damaged_state_directory_is_read_from_its_names(engine: ScriptedEngine, state_dir: Path, name: str) -> None:
+    place = state_dir.with_name(name)
+    pool_id = left(place)
+    names = [f"emberpool-{pool_id}-0badcafe-{n}" for n in (1, 2, 3)]
+    left(place, entry(names[0], container=engine.foreign(names[0]).id), entry(names[1]), entry(names[2]))
+    engine.foreign(names[1], {LABEL_POOL: pool_id})
+    engine.foreign(names[2], {LABEL_POOL: "another's"})
+    (place / "ledger" / f"{names[1]}.bound").write_text("{")
+    (place / "pool.json").write_text("")
+    result = run(state_dir)
+    assert result.exit_code == 0, result.output
+    assert (
+        f"{place} was damaged, and names what its file names tell: pool.json, ledger/{names[1]}.bound" in result.stdout
+    )
+    assert list(engine.boxes) == [names[2]]
+    assert place.exists() == (name == "state")
+
+
+@pytest.mark.parametrize("name", ["state", ONE_SHOT])
+def test_a_state_directory_that_lost_its_identity_is_cleaned(
     engine: ScriptedEngine, state_dir: Path, name: str
 ) -> None:
     place = state_dir.with_name(name)
-    left(place, entry("box", container=engine.foreign("box").id), entry("cut"))
-    (place / "ledger" / "cut.bound").write_text("{")
-    before = files(place)
-    result = run(state_dir)
-    assert result.exit_code == 1
-    assert re.search(r"skipped .*: the ledger entry .*/cut.bound is damaged", result.stdout)
-    assert list(engine.boxes) == ["box"]
-    assert files(place) == before
-    with alive(place.with_name("other")):
-        (place / "ledger" / "cut.bound").unlink()
-        assert run(state_dir).exit_code == 0  # its lock was given back
+    box = f"emberpool-{left(place)}-0badcafe-1"
+    left(place, entry(box, container=engine.foreign(box).id))
+    (place / "pool.json").unlink()
+    os.utime(place, (1_000, 1_000))
+    assert run(state_dir).exit_code == 0
+    assert engine.boxes == {}
+
+
+def test_a_clock_that_was_set_back_keeps_no_entry_for_long(
+    engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left(state_dir, entry("late"))
+    for now, there in ((10.0, True), (10.0 + cleanup.LATE_START - 1, True), (10.0 + cleanup.LATE_START, False)):
+        monkeypatch.setattr(cleanup, "time", SimpleNamespace(time=lambda now=now: now))
+        before = files(state_dir)
+        run(state_dir, "--dry-run")
+        assert files(state_dir) == before
+        assert run(state_dir).exit_code == there
+        assert bool(list((state_dir / "ledger").iterdir())) == there
 
 
 def test_a_link_in_place_of_a_directory_is_refused(engine: ScriptedEngine, state_dir: Path) -> None:

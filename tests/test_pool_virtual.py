@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -23,11 +24,12 @@ from executor.result import (
     SandboxDied,
     StateLost,
 )
+from pool import workshop
 from pool.pool import SandboxPool
 from pool.session import Session
 from pool.workshop import LATE_START
 from tests.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
-from tests.scripted import IMAGE, Fault, ScriptedEngine
+from tests.scripted import EPOCH, IMAGE, Fault, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -303,6 +305,23 @@ async def test_a_start_that_never_told_its_container_stays_in_the_ledger_for_a_w
         assert entries == list(engine.untold)
         assert bool(entries) == asked
         await anyio.sleep(LATE_START + 20)
+        assert list((state_dir / "ledger").iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [-1e9, -50.0, 0.0])
+async def test_a_clock_that_was_set_back_keeps_no_entry_in_the_ledger_for_long(
+    engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    engine.faults["start"] = [Fault(hang=True)]
+    async with running(engine, settings_of(state_dir, resync_interval=10)) as pool:
+        began = anyio.current_time()
+        await (await acquired(pool, within=100)).close()
+        clock = SimpleNamespace(time=lambda: EPOCH + anyio.current_time() + step)
+        monkeypatch.setattr(workshop, "time", clock)
+        # Not earlier than without: the start may still be carried out.
+        await anyio.sleep(began + LATE_START - 11 - anyio.current_time())
+        assert list((state_dir / "ledger").iterdir()) != []
+        await anyio.sleep(LATE_START)
         assert list((state_dir / "ledger").iterdir()) == []
 
 

@@ -13,8 +13,11 @@ from executor.call import Call
 from executor.engine import ImageInfo
 from executor.profile import LABEL_POOL, Limits
 from executor.result import EmberpoolError, ImageMissing, InvalidCall, ProfileMismatch, SandboxDied
+from pool.config import Settings
+from pool.pool import SandboxPool
 from tests.engine.conftest import Room
 from tests.engine.tiny import tiny_image, volume_image
+from tests.pools import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
@@ -134,3 +137,20 @@ async def test_cold_refusals_are_typed_and_start_nothing(real_engine: Room, tmp_
         with pytest.raises(EmberpoolError) as caught:
             await real_engine.cold(Call(code="1"), mounts=(f"{tmp_path}/absent-{'x' * 300}:/data:ro",))
     assert not isinstance(caught.value, SandboxDied)
+
+
+@pytest.mark.parametrize("kind", ["session", "cold"])
+async def test_a_pool_whose_image_declares_a_volume_keeps_nothing_of_what_it_refuses(
+    real_engine: Room, tmp_path: Path, state_dir: Path, kind: str
+) -> None:
+    image = await volume_image(real_engine, tmp_path)
+    settings = Settings(
+        sandbox={"image": image.id},
+        pool={"state_dir": state_dir, "min_standby": 0, "max_sandboxes": 2, "max_starting": 1, "overcommit": True},
+    )
+    async with SandboxPool(settings) as pool:
+        await until(lambda: pool.snapshot()["engine"] == "up", limit=30)
+        with pytest.raises(ProfileMismatch, match="/data"):
+            await (pool.acquire("agent", "session") if kind == "session" else pool.call_cold(["true"]))
+        assert list((state_dir / "ledger").iterdir()) == []
+        assert await real_engine.engine.list(LABEL_POOL, pool.snapshot()["pool"]) == []

@@ -386,3 +386,26 @@ async def test_cleanup_without_an_engine_removes_nothing(
     for name, container in before.items():
         assert (await engine.inspect(name))["Id"] == container
     assert (await anyio.to_thread.run_sync(cleanup, settings)).returncode == 0
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [0, 40])
+async def test_a_start_after_every_file_was_damaged_removes_what_a_killed_gateway_left_and_nothing_else(
+    engine: CommandLineEngine, settings: Settings, foreign: Callable[..., Any], cut: int
+) -> None:
+    await kill_a_gateway(settings)
+    place = settings.pool.state_dir
+    pool_id = json.loads((place / "pool.json").read_text())["pool_id"]
+    ours = entries(place)
+    assert len(ours) == 3
+    await foreign(f"emberpool-{pool_id}-0badcafe-1", **{LABEL_POOL: pool_id})
+    for file in (place / "pool.json", *(place / "ledger").iterdir()):
+        file.write_bytes(file.read_bytes()[:cut])
+    async with SandboxPool(settings) as pool:
+        assert pool.snapshot()["pool"] == pool_id
+        assert (await (await pool.acquire("agent", "session")).call(code="print(1)")).ok
+        listed = {row.id for row in await engine.list(LABEL_POOL, pool_id)}
+        assert not listed & set(ours.values())
+    assert entries(place) == {}
