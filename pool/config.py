@@ -21,6 +21,7 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from executor.printable import printable
 from pool.config_errors import ConfigError, Problem, dotted
 from pool.config_host import check_host
+from pool.config_links import is_service_link
 from pool.config_models import SECTIONS, CallSettings, PoolSettings, SandboxSettings, Settings
 from pool.config_tools import AgentSettings
 from pool.config_types import Section
@@ -110,6 +111,8 @@ def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[P
         if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
             continue
         if name not in variables:
+            if is_service_link(name, environ[name]):
+                continue
             problems.append(Problem(printable(name, name=True, limit=80), _unknown_variable(name, variables)))
             continue
         section, key = variables[name]
