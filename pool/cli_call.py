@@ -25,6 +25,7 @@ from pool.startup import make_ready
 
 TIMED_OUT = 124
 RAW = "Write its bytes to a terminal as they are: they may steer it, and imitate any line."
+_ONE_SANDBOX = {"min_standby": 0, "max_sandboxes": 1, "max_starting": 1, "max_cold": 0}
 
 
 def call(
@@ -60,9 +61,9 @@ def call(
 
 
 def one_shot(settings: Settings) -> Settings:
-    """The settings of a pool for one call: no standbys, and a state directory of its own that goes with it."""
+    """The settings of a pool for one call: one sandbox, no standbys, and a state directory of its own that goes with it."""
     place = settings.pool.state_dir.parent / f"one-shot-{secrets.token_hex(6)}"
-    changed = settings.pool.model_copy(update={"state_dir": place, "min_standby": 0})
+    changed = settings.pool.model_copy(update={"state_dir": place, **_ONE_SANDBOX})
     return settings.model_copy(update={"pool": changed})
 
 

@@ -40,6 +40,7 @@ from pool import events as ev
 from pool.audit import AuditEntry
 from pool.calls import checked_call, key_part, positive_seconds
 from pool.config import Settings
+from pool.config_host import host_memory, memory_problem, require_memory
 from pool.events import Effect, Event, Refusal, SessionKey
 from pool.ledger import StateDirectory
 from pool.link import EngineLink, FindEngine
@@ -83,12 +84,14 @@ class SandboxPool:
     for an engine: while none is there, everything is refused with the reason, and heals by itself once it is.
     ``find`` returns the engine to use (by default the first that answers, see ``executor.locate``). Where the image is
     missing on it at the start, ``make_image`` brings it (by default it is pulled or built), and callers are refused meanwhile.
+    Raises ``ConfigError`` where all containers together may use more memory than this host has (``pool.overcommit``).
     """
 
     def __init__(
         self, settings: Settings | None = None, *, find: FindEngine | None = None, make_image: MakeImage = make_image
     ) -> None:
         self.settings, self._make_image = settings or Settings(), make_image
+        require_memory(self.settings)
         self._find = find or self._find_engine
         self._hub = EventHub()
         self._state = PoolState(policy_of(self.settings))
@@ -241,6 +244,9 @@ class SandboxPool:
         uids = self.settings.sandbox.uid_range
         if most + policy.max_cold + 1 > uids.count:
             raise InvalidCall(f"max_sandboxes ({most}) is more than sandbox.uid_range ({uids}) has uids for")
+        grows = most > policy.max_sandboxes  # what shrinks never asks for more memory than there was
+        if grows and (memory := host_memory()) and (text := memory_problem(self.settings, memory, max_sandboxes=most)):
+            raise InvalidCall(f"max_sandboxes: {text}")
         self._say(self._log.info, "pool.resized", min_standby=standby, max_sandboxes=most)
         self.feed(ev.PolicyChanged(replace(policy, min_standby=standby, max_sandboxes=most)))
 
