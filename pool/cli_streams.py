@@ -69,7 +69,8 @@ def read_stdin(most: int) -> bytes:
     """All of stdin. Raises ``InvalidCall`` as soon as it is more than ``most`` bytes, or where it cannot be read."""
     data = bytearray()
     try:
-        while (chunk := sys.stdin.buffer.read1(_CHUNK)) != b"":
+        buffer: Any = sys.stdin.buffer  # typed as if it had no `read1`
+        while (chunk := buffer.read1(_CHUNK)) != b"":
             if chunk is None:
                 select.select([sys.stdin], [], [])  # whoever started this has made it non-blocking
                 continue
