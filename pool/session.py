@@ -98,7 +98,8 @@ class Session:
 
             @asynccontextmanager
             async def prepare(box: Sandbox, call: Call) -> AsyncIterator[Call]:
-                async with box.tool_dir(directory, allowed or (directory,), file=tool.path) as root:
+                own = allowed or (directory,)
+                async with box.tool_dir(directory, own, file=tool.path, timeout=call.timeout) as root:
                     yield call.with_code(tool_code(tool, root))
 
         result = await self._pool.run_call(self._key, self._epoch, call, generation, prepare=prepare)

@@ -240,6 +240,9 @@ class WatchedLock:
     def __exit__(self, *_: object) -> None:
         self.lock.release()
 
+    def locked(self) -> bool:
+        return self.lock.locked()
+
 
 def test_two_threads_that_stage_one_source_at_once_make_one_version(
     site: Site, monkeypatch: pytest.MonkeyPatch
@@ -247,7 +250,7 @@ def test_two_threads_that_stage_one_source_at_once_make_one_version(
     for name in ("one", "two"):
         site.write(name, name)
     lock = WatchedLock()
-    monkeypatch.setattr(site.staging, "_copying", lock)
+    monkeypatch.setattr(site.staging, "_copying", {os.path.realpath(site.tool): lock})
     with ThreadPoolExecutor(2) as threads:
         second: list[Future[str]] = []
 
