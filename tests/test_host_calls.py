@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class TestPlaces:
         start = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             for n in range(5):
-                tasks.start_soon(lambda n=n: calls.run(lambda: work(n)))
+                tasks.start_soon(calls.run, partial(work, n))
                 await anyio.wait_all_tasks_blocked()
         assert most == 2
         assert dict(began) == {0: 0, 1: 0, 2: 10, 3: 10, 4: 20}
@@ -58,12 +59,12 @@ class TestPlaces:
             start, errors = anyio.current_time(), list[object]()
 
             async def wait() -> None:
-                errors.append(await outcome(lambda: calls.run(lambda: anyio.sleep(0))))
+                errors.append(await outcome(lambda: calls.run(anyio.lowlevel.checkpoint)))
 
             tasks.start_soon(wait)
             await anyio.wait_all_tasks_blocked()
             with pytest.raises(PoolExhausted, match=r"1 calls run .*host.max_calls.* and 1 wait .*host.max_waiters"):
-                await calls.run(lambda: anyio.sleep(0))
+                await calls.run(anyio.lowlevel.checkpoint)
             await until(lambda: errors)
             assert round(anyio.current_time() - start) == 5
             (error,) = errors
@@ -93,7 +94,7 @@ class TestPlaces:
         }
         assert told["short"] is None
         with pytest.raises(PoolClosed):
-            await calls.run(lambda: anyio.sleep(0))
+            await calls.run(anyio.lowlevel.checkpoint)
 
 
 async def test_a_waiter_that_is_cancelled_as_it_is_granted_gives_its_place_back() -> None:
@@ -165,21 +166,21 @@ async def test_a_closing_pool_ends_its_tools_on_the_host(
     file = tmp_path / "pid"
     code = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(100)"
     plan, told = toolbox.plan(settings, "tool", inline=code), list[object]()
-    async with anyio.create_task_group() as tasks:
-        async with SandboxPool(settings, find=engine.find) as pool:
+    async with anyio.create_task_group() as tasks, SandboxPool(settings, find=engine.find) as pool:
 
-            async def call() -> None:
-                told.append(await outcome(lambda: pool.run_tool(plan, {}, session="s")))
+        async def call() -> None:
+            told.append(await outcome(lambda: pool.run_tool(plan, {}, session="s")))
 
-            tasks.start_soon(call)
-            tasks.start_soon(call)
-            await until(lambda: file.exists() and file.read_text(), limit=30)
-            assert "waiting=1" in repr(pool._host_calls)
+        tasks.start_soon(call)
+        tasks.start_soon(call)
+        await until(lambda: file.exists() and file.read_text(), limit=30)
+        assert "waiting=1" in repr(pool._host_calls)
     assert [(getattr(error, "reason", error), getattr(error, "started", None)) for error in told] == [
         ("pool_closed", False),
         ("pool_closed", True),
     ]
-    assert not Path(f"/proc/{file.read_text()}").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
 
 
 @linux

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,11 +14,10 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from executor import staging, staging_threads
+from executor import staging_seen, staging_threads
 from executor.staging import StagingFailed
 from executor.staging_threads import StagingThreads
 from executor.tool import Tool
-from pool import ledger
 from pool.config import Settings
 from tests.pools import outcome, running, settings_of, until
 from tests.scripted import ScriptedEngine
@@ -77,7 +77,7 @@ async def test_what_was_abandoned_is_undone_once_it_comes_back(hanging: Hanging)
     hanging.go_on.set()
     await until(lambda: repr(threads) == "<StagingThreads places=0 hung=0>", limit=30)
     assert undone == ["read"]
-    assert await threads.run("a", lambda: 2, undo=undone.append) == 2
+    assert await threads.run("a", lambda: "taken", undo=undone.append) == "taken"
     assert undone == ["read"]
 
 
@@ -188,14 +188,14 @@ def toolbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: Hanging) -
     toolbox = Toolbox(tmp_path / "tools")
     for name in ("well", "hangs"):
         toolbox.write(f"{name}/{name}.py")
-    look = staging.look
+    look = staging_seen.look
 
     def slow(real: str, most: int) -> Any:
         if real.endswith("/hangs"):
             hanging()
         return look(real, most)
 
-    monkeypatch.setattr(staging, "look", slow)
+    monkeypatch.setattr("executor.staging.look", slow)
     return toolbox
 
 
@@ -293,7 +293,7 @@ async def test_copies_are_removed_apart_from_the_event_loop(
     engine: ScriptedEngine, state_dir: Path, toolbox: Toolbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where: dict[str, bool] = {}
-    rmtree = ledger.shutil.rmtree
+    rmtree = shutil.rmtree
 
     def watched(path: Path, **more: Any) -> None:
         if Path(path).exists():
