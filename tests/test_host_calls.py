@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from functools import partial
@@ -120,6 +121,28 @@ async def test_a_waiter_that_is_cancelled_as_it_is_granted_gives_its_place_back(
         hold.set()
     assert ran == ["third"]
     assert repr(calls) == "<HostCalls running=0 waiting=0>"
+
+
+def test_a_task_of_asyncio_that_is_cancelled_as_it_is_granted_gives_its_place_back() -> None:
+    async def main() -> str:
+        calls, hold, second = HostCalls(1, 5, 100), asyncio.Event(), list[asyncio.Future[object]]()
+
+        async def first() -> None:
+            await calls.run(hold.wait)
+            second[0].cancel()  # whose place has just been granted
+
+        begun = asyncio.ensure_future(first())
+        await asyncio.sleep(0)
+        second.append(asyncio.ensure_future(calls.run(hold.wait)))
+        await asyncio.sleep(0.01)
+        assert "waiting=1" in repr(calls)
+        hold.set()
+        with pytest.raises(asyncio.CancelledError):
+            await second[0]
+        await begun
+        return repr(calls)
+
+    assert asyncio.run(main()) == "<HostCalls running=0 waiting=0>"
 
 
 # --- in a pool, on this host ------------------------------------------------------------------------------------------

@@ -289,11 +289,16 @@ def test_a_copy_holds_up_neither_other_places_nor_what_is_in_place(site: Site, m
             here = threads.submit(site.stage, hold=True).result(10)
             site.staging.release(here)
             assert site.another(site.root / "place 2").stage(site.tool, [site.allowed]) == here
+            fresh = site.allowed / "fresh"
+            fresh.mkdir()
+            (fresh / "fresh.py").write_text("fresh")
+            new = threads.submit(site.stage, fresh).result(10)  # it is copied too, and takes no draft for cut off
             assert not copying.done()
         finally:
             go_on.set()
         copied = copying.result(30)
-    assert site.versions() == {here, copied}
+    assert site.versions() == {here, copied, new}
+    assert tree(site.place / copied) == tree(slow)
 
 
 # --- the host's own troubles --------------------------------------------------------------------------------------------

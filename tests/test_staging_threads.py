@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+from structlog.testing import capture_logs
 
 from executor import staging_seen, staging_threads
 from executor.staging import StagingFailed
@@ -280,13 +281,14 @@ async def test_staging_leaves_the_default_threads_alone_and_needs_none_of_them(
     taken = [object() for _ in range(int(limiter.total_tokens))]
     for one in taken:
         limiter.acquire_on_behalf_of_nowait(one)
-    with anyio.fail_after(30):  # ends the test, where it would hang
+    with anyio.fail_after(30), capture_logs() as logs:  # ends the test, where it would hang
         async with running(engine, settings) as pool:
             assert (await pool.run_tool(toolbox.plan(settings, "well"), {}, session="s")).ok
             host = toolbox.plan(changed(settings, sandbox={"python_tools": "limits"}), "well")
             assert (await pool.run_tool(host, {}, session="s")).ok
     for one in taken:
         limiter.release_on_behalf_of(one)
+    assert [entry for entry in logs if entry["event"] == "host.survivors"] == []
 
 
 async def test_copies_are_removed_apart_from_the_event_loop(
