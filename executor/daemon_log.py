@@ -10,12 +10,11 @@ import os
 import shutil
 from pathlib import Path
 
-import structlog
-
 from executor.locks import try_lock
+from executor.log import get_logger
 from executor.threads import in_thread
 
-log = structlog.get_logger("emberpool.engine")
+log = get_logger("emberpool.engine")
 
 MAX_LOG = 10_000_000
 """Bytes of the log, and of the one before it, which is kept beside it."""
