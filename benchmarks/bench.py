@@ -84,6 +84,7 @@ async def new_pool(
             max_sandboxes=4,
             max_starting=1,
             max_cold=0,
+            overcommit=True,
             idle_timeout=STILL,
             resync_interval=STILL,
             standby_max_age=STILL,

@@ -18,8 +18,10 @@ from anyio.abc import ByteReceiveStream
 
 from executor import process
 from executor.channel import attached, keep
+from executor.daemon_log import keep_small
 from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
 from executor.log import get_logger
+from executor.paths import engine_paths
 from executor.printable import printable
 from executor.process import Finished
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ProfileMismatch
@@ -153,6 +155,8 @@ class CommandLineEngine:
             raise EngineFailed(f"the engine's record of image {reference[:200]} has an unknown form") from error
 
     async def start(self, args: Sequence[str]) -> str:
+        if self.endpoint.private:
+            await keep_small(engine_paths().log_file)
         done = await self._ask(*args, doing="starting a container", timeout=self._start_timeout)
         container = done.stdout.decode("ascii", "replace").strip().rpartition("\n")[2]
         if len(container) != 64:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
 
 from executor import proc
+from executor.threads import in_thread
 
 _ROUND = 0.005
 
@@ -34,7 +34,7 @@ class Family:
     async def look(self) -> None:
         """Find out who belongs to it now. Not on the event loop: a busy host has thousands of processes."""
         if sys.platform == "linux":
-            await anyio.to_thread.run_sync(self._look)
+            await in_thread(self._look)
 
     async def kill(self, patience: float) -> bool:
         """SIGKILL to all of them until none is left, or ``patience`` seconds are over; whether none is left."""

@@ -19,6 +19,8 @@ from executor.result import CallResult, FileFailed, InvalidCall
 
 MAX_PATH = 4_095
 """Bytes that Linux allows in a path (PATH_MAX less its NUL)."""
+MAX_REPORT = 4_096
+"""Bytes that the program inside may need to say why it refuses."""
 REFUSED = 3
 """Exit status of the program inside when it says why on stderr."""
 
@@ -81,10 +83,14 @@ def list_request(path: str, *, max_output: int) -> bytes:
 def answer(result: CallResult, doing: str, *, most: int | None = None) -> bytes:
     """What the program printed, at most ``most`` bytes. Raises ``InvalidCall`` or ``FileFailed`` where it did not do it;
     ``doing`` begins both."""
-    if result.ok and not result.truncated:
-        if most is not None and len(result.stdout) > most:
-            size = len(result.stdout)
-            raise FileFailed(f"{doing}: the answer from inside has {size} bytes; at most {most} were asked for")
+    if result.ok:
+        kept, total = len(result.stdout), result.stdout_total
+        if total > kept:
+            raise FileFailed(
+                f"{doing}: the answer is {total} bytes; at most {kept} are read (call.max_output)", code="EFBIG"
+            )
+        if most is not None and kept > most:
+            raise FileFailed(f"{doing}: the answer from inside has {kept} bytes; at most {most} were asked for")
         return result.stdout
     if result.timed_out:
         raise FileFailed(f"{doing}: not done within its timeout", code="ETIMEDOUT")

@@ -155,6 +155,11 @@ def main():
         kind, code, message = error.args
     except OSError as error:
         kind, code, message = "failed", errno.errorcode.get(error.errno, ""), os.strerror(error.errno or 0)
+        if error.errno == errno.EFBIG:
+            import resource  # here alone: no other call pays for it
+
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            message = f"it is {asked['size']} bytes; a file may grow to {most} (sandbox.file_size_mb)"
     else:
         return
     say(2, json.dumps({"kind": kind, "code": code, "message": message}).encode("ascii"))

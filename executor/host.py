@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-import anyio.to_thread
 
 from executor.call import Call
 from executor.host_process import HostEnd, run_on_host
@@ -32,6 +31,7 @@ from executor.log import get_logger
 from executor.printable import printable
 from executor.profile import CALL_ENV
 from executor.result import CallResult, EngineFailed, InvalidCall, ProfileMismatch
+from executor.threads import in_thread
 
 log = get_logger("emberpool.host")
 
@@ -137,7 +137,7 @@ async def _places(call: Call) -> AsyncIterator[tuple[Path, Path]]:
     finally:
         if private is not None:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(_remove, private)
+                await in_thread(_remove, private)
 
 
 def _remove(private: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import anyio
 
 from executor import daemon, process
+from executor.daemon_log import keep_small
 from executor.debian import Report, install, system_environment
 from executor.docker import CommandLineEngine
 from executor.engine import EngineInfo
@@ -63,6 +64,7 @@ async def start(dockerd: str, paths: EnginePaths) -> EngineInfo:
     await sweep_containerd(paths)
     for file in (paths.pid_file, paths.socket, paths.containerd_config.with_name("containerd.pid")):
         file.unlink(missing_ok=True)
+    await keep_small(paths.log_file)
     begin = paths.log_file.stat().st_size if paths.log_file.exists() else 0
     started = daemon.spawn(daemon.daemon_argv(dockerd, paths), paths, system_environment())
     try:

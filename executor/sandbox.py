@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import anyio
 import anyio.lowlevel
-from anyio import to_thread
 from anyio.abc import TaskGroup
 
 from executor import witness
@@ -32,8 +32,10 @@ from executor.result import (
     SandboxDied,
 )
 from executor.runners import Place, Runners
-from executor.staging import Fingerprints, StageLimits, Staging
+from executor.staging import Fingerprints, StageLimits, Staging, StagingFailed, remove_all
+from executor.staging_threads import StagingThreads
 from executor.stream import CallStream, Sink
+from executor.threads import in_thread
 from executor.verify import (
     INSIDE_FILES,
     Finding,
@@ -69,7 +71,7 @@ class RunnerOptions:
 class SandboxSpec:
     """What a sandbox is started from. ``profile.user`` is the keeper's ``uid:gid`` (PID 1), ``user`` the calls'.
     ``staging`` is a host directory that holds a file ``nonce`` with ``nonce`` in it, and gets copies of tool directories
-    within ``stage_limits``; ``fingerprints`` is shared by all sandboxes of a pool. ``lifetime`` is seconds."""
+    within ``stage_limits``; ``fingerprints`` and ``threads`` are shared by all sandboxes of a pool. ``lifetime`` is seconds."""
 
     identity: Identity
     profile: ContainerProfile
@@ -82,6 +84,7 @@ class SandboxSpec:
     runner: RunnerOptions = RunnerOptions()
     stage_limits: StageLimits = field(default_factory=StageLimits)
     fingerprints: Fingerprints = field(default_factory=Fingerprints)
+    threads: StagingThreads = field(default_factory=StagingThreads)
 
 
 class Sandbox:
@@ -177,11 +180,13 @@ class Sandbox:
         return CallStream(lambda sink: self.call(call, sink), call.max_output)
 
     @asynccontextmanager
-    async def tool_dir(self, source: Path, allowed: Sequence[Path], *, file: str = "") -> AsyncIterator[str]:
+    async def tool_dir(
+        self, source: Path, allowed: Sequence[Path], *, file: str = "", timeout: float = math.inf
+    ) -> AsyncIterator[str]:
         """Show the code of this sandbox a host directory as it is now, read-only, while the block lasts; its path inside.
 
         It must lie inside one of ``allowed``, links followed, and hold ``file`` (a path in it), where one is named. Raises
-        ``InvalidCall`` or ``StagingFailed``.
+        ``InvalidCall`` or ``StagingFailed``, the latter also where the directory was not copied within ``timeout`` seconds.
         """
 
         def stage() -> str:
@@ -191,16 +196,23 @@ class Sandbox:
                 raise InvalidCall(no_file(source, file))
             return digest
 
-        # Not to be torn: whether a version is held must be known. A copy is no longer than its limits allow.
-        with anyio.CancelScope(shield=True):
-            digest = await to_thread.run_sync(stage)
+        digest = ""
+        with anyio.move_on_after(timeout):
+            digest = await self._spec.threads.run(str(source), stage, undo=self._staging.release)
+        if not digest:
+            raise StagingFailed(
+                f"{str(source)!r:.300} was not copied within the {timeout:.3g} s that the call had left; "
+                "look after its file system",
+                retry_after=1.0,
+            )
         try:
             await anyio.lowlevel.checkpoint_if_cancelled()
             yield f"{TOOL_PLACE}/{digest}"
         finally:
-            with anyio.CancelScope(shield=True):
-                # The last one to release an old version removes it.
-                await to_thread.run_sync(self._staging.release, digest)
+            # The last one to let go of an old version has it to remove.
+            if aside := self._staging.let_go(digest):
+                with anyio.CancelScope(shield=True):
+                    await in_thread(remove_all, aside)
 
     def _check_hello(self, facts: dict[str, object]) -> None:
         spec, files = self._spec, facts.get("files")

@@ -46,8 +46,8 @@ _PAUSES = (0.01, 0.02, 0.04, 0.08)
 class Staging:
     """One sandbox's staging place; there is one ``Staging`` for a place. ``fingerprints`` is shared by those of a pool.
 
-    All of it is for worker threads, any number at once: it reads and writes files. Only a copy waits for another, and
-    only for one into the same place. No error has started anything.
+    All of it but ``let_go`` is for worker threads, any number at once: it reads and writes files. Only a copy waits for
+    another, and only for one of the same source into the same place. No error has started anything.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class Staging:
     ) -> None:
         self._place, self._limits = place, limits or StageLimits()
         self._fingerprints = fingerprints or Fingerprints()
-        self._copying = threading.Lock()
+        # One for each source: a copy that hangs stops no other.
+        self._copying: dict[str, threading.Lock] = {}
+        self._drafts: set[str] = set()
         # What follows is the bookkeeping, and changes together with the names in the place, under one lock that is held
         # for moments. ``_kept`` is in order of use.
         self._lock = threading.Lock()
@@ -124,14 +126,17 @@ class Staging:
 
     def release(self, digest: str) -> None:
         """Give back one ``hold``; the last one removes a version that has been replaced. ``ValueError`` without a hold."""
+        remove_all(self.let_go(digest))
+
+    def let_go(self, digest: str) -> Sequence[Path]:
+        """As ``release``, without its removals: it takes moments, and returns what is now to be removed."""
         with self._lock:
             if self._held[digest] < 1:
                 raise ValueError(f"version {digest[:DIGEST_LENGTH]!r} is not held")
             self._held[digest] -= 1
             if not self._held[digest]:
                 del self._held[digest]
-            aside = self._set_aside()
-        _remove(aside)
+            return self._set_aside()
 
     # --- reading and copying ------------------------------------------------------------------------------------------
 
@@ -141,8 +146,16 @@ class Staging:
             known = self._fingerprints.digest(real, self._look(real))
             if known and self._take(real, known, hold):
                 return known
-        with self._copying:
-            return self._refresh(real, root, hold)
+        with self._lock:
+            copying = self._copying.setdefault(real, threading.Lock())
+        try:
+            with copying:
+                return self._refresh(real, root, hold)
+        finally:
+            with self._lock:
+                # Whoever has just taken it out and not locked it yet copies beside the next one, which harms neither.
+                if not copying.locked():
+                    self._copying.pop(real, None)
 
     def _refresh(self, real: str, root: str, hold: bool) -> str:
         self._sweep()
@@ -152,6 +165,8 @@ class Staging:
             if self._take(real, digest, hold):
                 return digest
         draft = self._place / f"{_NEW}{secrets.token_hex(8)}"
+        with self._lock:
+            self._drafts.add(draft.name)
         try:
             with writing(self._place):
                 draft.mkdir(0o700)
@@ -162,6 +177,8 @@ class Staging:
         finally:
             # By now it has its lasting name, or is of no use: the same version was in place, or something went wrong.
             shutil.rmtree(draft, ignore_errors=True)
+            with self._lock:
+                self._drafts.discard(draft.name)
         return digest
 
     def _read(self, real: str, root: str, out: Folder | None) -> str:
@@ -180,14 +197,15 @@ class Staging:
         return look(real, self._limits.max_files + 1)
 
     def _sweep(self) -> None:
-        """Remove what was cut off, and learn of versions from an earlier life. Only while nothing is being copied here."""
-        with writing(self._place):
-            found = list(self._place.iterdir())
-        _remove([path for path in found if path.name.startswith((_NEW, _OLD))])
-        with self._lock:
+        """Remove what was cut off, and learn of versions from an earlier life."""
+        with self._lock:  # whose drafts are named before they are made
+            with writing(self._place):
+                found = list(self._place.iterdir())
+            cut_off = [path for path in found if path.name.startswith((_NEW, _OLD)) and path.name not in self._drafts]
             for name in (path.name for path in found):
                 if len(name) == DIGEST_LENGTH and set(name) <= set(string.hexdigits):
                     self._kept.setdefault(name)
+        remove_all(cut_off)
 
     # --- bookkeeping --------------------------------------------------------------------------------------------------
 
@@ -210,7 +228,7 @@ class Staging:
             if hold:
                 self._held[digest] += 1
             aside = self._set_aside(but=digest)
-        _remove(aside)
+        remove_all(aside)
         return True
 
     def _in_place(self, digest: str) -> bool:
@@ -241,7 +259,8 @@ class Staging:
         return aside
 
 
-def _remove(paths: Sequence[Path]) -> None:
+def remove_all(paths: Sequence[Path]) -> None:
+    """Remove directories, as far as that can be done now."""
     # Inside, nobody can make them anything else: the place is mounted read-only there. What is left is swept later.
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)

@@ -6,9 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from executor.call import Call, check_code
 from executor.result import InvalidCall
-from pool.config import Settings
+from pool.config import AgentSettings, CallSettings, Settings
 
 MAX_KEY = 65_536
+
+
+def ceilings(settings: Settings, agent: str) -> AgentSettings | CallSettings:
+    """Return what holds ``timeout`` and ``max_output`` for the calls of ``agent``: its own table, or ``[call]``."""
+    return settings.agent(agent) if agent in settings.agents else settings.call
 
 
 def checked_call(
@@ -22,7 +27,7 @@ def checked_call(
     max_output: int | None,
 ) -> Call:
     """A call under the configuration's ceilings, those of ``agent`` where it has its own. Raises ``InvalidCall``."""
-    limits = settings.agent(agent) if agent in settings.agents else settings.call
+    limits = ceilings(settings, agent)
     if argv is not None and not isinstance(argv, list | tuple):
         kind = type(argv).__name__
         raise InvalidCall(f'argv must be a list of strings, for example ["ls", "-l"], not {kind}')

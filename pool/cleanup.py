@@ -18,6 +18,7 @@ from executor.engine import ContainerGone, Engine
 from executor.log import get_logger
 from executor.profile import LABEL_POOL
 from executor.result import EmberpoolError, EngineFailed, PoolUnusable
+from executor.threads import in_thread
 from pool.ledger import Entry, StateDirectory
 from pool.private_files import StateLocked
 
@@ -86,9 +87,16 @@ async def remove(engine: Engine, state: StateDirectory, left: Leftover) -> None:
         )
     if left.found == "ours":
         await engine.remove(left.container)
-    state.drop(name)
+    await drop(state, name)
     if left.found == "foreign":
         log.warning("pool.foreign_container", sandbox=name, pool=state.pool_id)
+
+
+async def drop(state: StateDirectory, name: str) -> None:
+    """Drop an entry whose container is gone, with its staging directory: in a thread, where many files may be in it."""
+    if state.has_copies(name):
+        await in_thread(state.clear, name)
+    state.drop(name)
 
 
 # --- dead pools -------------------------------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ async def clean(engine: Engine, found: Survey) -> None:
                 dead.failed[left.entry.name] = str(error)
         for stray in dead.strays:
             try:
-                dead.state.remove_stray(stray)
+                await in_thread(dead.state.remove_stray, stray)
             except PoolUnusable as error:
                 dead.failed[str(stray)] = str(error)
         if dead.one_shot and not dead.failed:

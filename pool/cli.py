@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pool import logs
+from pool import cli_streams, logs
 from pool.cli_call import call
 from pool.cli_cleanup import cleanup
 from pool.cli_config import config_app
@@ -48,7 +48,11 @@ def _options(
 
 
 def main() -> None:
-    app()
+    cli_streams.install()
+    try:
+        app()
+    finally:
+        cli_streams.finish()
 
 
 if __name__ == "__main__":

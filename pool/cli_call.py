@@ -15,16 +15,19 @@ from typing import Annotated, Any
 
 import typer
 
-from executor.result import CallResult
+from executor.result import CallResult, InvalidCall
 from pool import interrupts
+from pool.calls import checked_call
 from pool.cli_errors import told
 from pool.cli_output import say, write_call
+from pool.cli_streams import read_stdin
 from pool.config import Settings, load_settings
 from pool.pool import SandboxPool
 from pool.startup import make_ready
 
 TIMED_OUT = 124
 RAW = "Write its bytes to a terminal as they are: they may steer it, and imitate any line."
+_ONE_SANDBOX = {"min_standby": 0, "max_sandboxes": 1, "max_starting": 1, "max_cold": 0}
 
 
 def call(
@@ -47,9 +50,12 @@ def call(
     if bool(command) == (python is not None):
         raise typer.BadParameter("give either a command after --, or --python FILE")
     with told(as_json=as_json):
-        source = None if python is None else _source(python)
-        stdin = b"" if sys.stdin.isatty() or str(python) == "-" else sys.stdin.buffer.read()
         settings = one_shot(load_settings(config))
+        most = settings.call.max_input
+        source = None if python is None else _source(python, most)
+        stdin = b"" if sys.stdin.isatty() or str(python) == "-" else read_stdin(most)
+        # What is wrong with the call is told at once, not once there is a sandbox for it.
+        checked_call(settings, agent, command, source, stdin, None, timeout, None)
         result = interrupts.run(_call, settings, (agent, session), command, source, stdin, timeout)
     if as_json:
         typer.echo(json.dumps(result_object(result)))
@@ -60,9 +66,9 @@ def call(
 
 
 def one_shot(settings: Settings) -> Settings:
-    """The settings of a pool for one call: no standbys, and a state directory of its own that goes with it."""
+    """The settings of a pool for one call: one sandbox, no standbys, and a state directory of its own that goes with it."""
     place = settings.pool.state_dir.parent / f"one-shot-{secrets.token_hex(6)}"
-    changed = settings.pool.model_copy(update={"state_dir": place, "min_standby": 0})
+    changed = settings.pool.model_copy(update={"state_dir": place, **_ONE_SANDBOX})
     return settings.model_copy(update={"pool": changed})
 
 
@@ -108,9 +114,14 @@ def result_object(result: CallResult) -> dict[str, Any]:
     return {**shown, "truncated": result.truncated}
 
 
-def _source(path: Path) -> str:
+def _source(path: Path, most: int) -> str:
     try:
-        data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        if str(path) == "-":
+            return read_stdin(most).decode("utf-8")
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise InvalidCall(f"{path} is more than {most} bytes; send less, or raise call.max_input")
         return data.decode("utf-8")
     except OSError as error:
         raise typer.BadParameter(f"{path} cannot be read: {error.strerror}") from None

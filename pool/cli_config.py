@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, get_args
@@ -18,6 +17,7 @@ from rich.text import Text
 from executor.printable import printable
 from pool.cli_output import say
 from pool.config import ConfigError, Loaded, check_host, each_setting, load
+from pool.config_host import host_memory
 from pool.config_types import (
     format_duration,
     format_size,
@@ -53,7 +53,7 @@ def check(
     """
     try:
         loaded = load(file)
-        problems = check_host(loaded.settings, host_memory())
+        problems = check_host(loaded.settings, host_memory() or sys.maxsize)
     except ConfigError as error:
         loaded, problems = None, [str(problem) for problem in error.problems]
     if loaded is None or problems:
@@ -72,11 +72,6 @@ def check(
     if not sys.stdout.isatty():
         console.width = _PIPE_WIDTH
     console.print(_table(loaded))
-
-
-def host_memory() -> int:
-    """This host's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _table(loaded: Loaded) -> Table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +16,7 @@ from pool import interrupts
 from pool.cli_call import RAW, one_shot, result_object, swept
 from pool.cli_errors import told
 from pool.cli_output import say, write_call
+from pool.cli_streams import read_stdin
 from pool.config import Settings, load_settings
 from pool.doctor import examine
 from pool.launch import Launch, check_launch, failed
@@ -53,7 +53,7 @@ def run(
     with told(as_json=as_json):
         settings = load_settings(config)
         plan = plan_tool(load_manifest(manifest).find(tool, agent), settings)
-        arguments = sys.stdin.buffer.read(settings.call.max_input + 1) if args == "-" else args
+        arguments = read_stdin(settings.call.max_input) if args == "-" else args
         result = interrupts.run(_run, settings, plan, arguments, session)
     _print(result, as_json, raw)
     raise typer.Exit(0 if result.ok else 1)

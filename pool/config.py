@@ -21,7 +21,9 @@ from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSett
 from executor.printable import printable
 from pool.config_errors import ConfigError, Problem, dotted
 from pool.config_host import check_host
+from pool.config_links import is_service_link
 from pool.config_models import SECTIONS, CallSettings, PoolSettings, SandboxSettings, Settings
+from pool.config_toml import parse_toml
 from pool.config_tools import AgentSettings
 from pool.config_types import Section
 
@@ -91,13 +93,13 @@ def read_file(path: Path, kind: str = "configuration file") -> dict[str, Any]:
     if len(data) > _MAX_FILE:
         raise fail(f"is larger than {_MAX_FILE:,} bytes; this is not a {kind}")
     try:
-        return tomllib.loads(data.decode("utf-8-sig"))
+        return parse_toml(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise fail(f"is not UTF-8: line {line} holds the byte 0x{data[error.start]:02x}") from None
     except tomllib.TOMLDecodeError as error:
         raise fail(f"is not TOML: {error}") from None
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         raise fail(f"is not usable TOML: {error}") from None
 
 
@@ -110,6 +112,8 @@ def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[P
         if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
             continue
         if name not in variables:
+            if is_service_link(name, environ[name]):
+                continue
             problems.append(Problem(printable(name, name=True, limit=80), _unknown_variable(name, variables)))
             continue
         section, key = variables[name]
@@ -155,8 +159,8 @@ def _toml_value(text: str) -> Any:
     if re.search(r"[\r\n]", text):
         return text
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 

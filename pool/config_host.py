@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 from executor.printable import printable
-from pool.config_errors import Problem
+from pool.config_errors import ConfigError, Problem
 from pool.config_models import Settings
 
 
 def check_host(settings: Settings, host_memory_bytes: int) -> list[str]:
     """What stands between ``settings`` and this host (memory, paths, commands), one line for each problem."""
-    sandbox, pool = settings.sandbox, settings.pool
+    sandbox = settings.sandbox
     problems: list[Problem] = []
-    containers = pool.max_sandboxes + pool.max_cold
-    wanted = containers * sandbox.memory_mb * 1024**2
-    if wanted > host_memory_bytes and not pool.overcommit:
-        problems.append(
-            Problem(
-                "sandbox.memory_mb",
-                f"(pool.max_sandboxes {pool.max_sandboxes} + pool.max_cold {pool.max_cold}) x {sandbox.memory_mb} MiB "
-                f"is {wanted // 1024**2:,} MiB, and the host has {host_memory_bytes // 1024**2:,} MiB; "
-                "lower one of them, or set pool.overcommit = true",
-            )
-        )
+    if text := memory_problem(settings, host_memory_bytes):
+        problems.append(Problem("sandbox.memory_mb", text))
     for index, spec in enumerate(sandbox.mounts):
         if text := _check_source(spec, sandbox.user):
             problems.append(Problem(f"sandbox.mounts[{index}]", text))
@@ -37,6 +29,37 @@ def check_host(settings: Settings, host_memory_bytes: int) -> list[str]:
 
 def _shown(path: str) -> str:
     return printable(path, name=True, limit=300)
+
+
+def host_memory() -> int:
+    """This host's memory in bytes; 0 where the system does not tell it."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return 0
+
+
+def memory_problem(settings: Settings, host_memory_bytes: int, *, max_sandboxes: int | None = None) -> str:
+    """Why all containers together may use more memory than the host has; empty where they may not, or may by intention.
+
+    ``max_sandboxes`` stands in for the settings' own while a pool is resized.
+    """
+    pool, memory_mb = settings.pool, settings.sandbox.memory_mb
+    most = pool.max_sandboxes if max_sandboxes is None else max_sandboxes
+    wanted = (most + pool.max_cold) * memory_mb * 1024**2
+    if pool.overcommit or wanted <= host_memory_bytes:
+        return ""
+    return (
+        f"(pool.max_sandboxes {most} + pool.max_cold {pool.max_cold}) x {memory_mb} MiB "
+        f"is {wanted // 1024**2:,} MiB, and the host has {host_memory_bytes // 1024**2:,} MiB; "
+        "lower one of them, or set pool.overcommit = true"
+    )
+
+
+def require_memory(settings: Settings) -> None:
+    """Raise ``ConfigError`` where all containers together may use more memory than this host has."""
+    if (memory := host_memory()) and (text := memory_problem(settings, memory)):
+        raise ConfigError([Problem("sandbox.memory_mb", text)])
 
 
 def _check_source(spec: str, user: str) -> str:

@@ -24,6 +24,7 @@ from pool.config_tools import (
     AgentCall,
     AgentOverrides,
     AgentSettings,
+    HostSettings,
     PrivilegedSettings,
     ToolsSettings,
 )
@@ -220,6 +221,7 @@ class Settings(Section):
     pool: PoolSettings = Field(default_factory=lambda: PoolSettings())
     call: CallSettings = Field(default_factory=lambda: CallSettings())
     tools: ToolsSettings = Field(default_factory=lambda: ToolsSettings())
+    host: HostSettings = Field(default_factory=lambda: HostSettings())
     privileged: PrivilegedSettings = Field(default_factory=lambda: PrivilegedSettings())
     agents: dict[AgentName, AgentOverrides] = Field(default_factory=dict)
 
@@ -251,6 +253,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "pool": PoolSettings,
     "call": CallSettings,
     "tools": ToolsSettings,
+    "host": HostSettings,
     **{f"privileged.{name}": section for name, section in COMMANDS.items()},
 }
 """The tables that every configuration has, by name (those of agents come on top)."""

@@ -25,6 +25,13 @@ class ToolsSettings(Section):
     max_files: int = Field(default=1_000, ge=1, le=1_000_000)
 
 
+class HostSettings(Section):
+    """``[host]``: the calls of tools that run on the host, under limits (``python_tools = "limits"``)."""
+
+    max_calls: int = Field(default=8, ge=1, le=10_000)
+    max_waiters: int = Field(default=100, ge=0, le=1_000_000)
+
+
 class CommandSettings(Section):
     """``[privileged.<command>]``: one privileged command; each call of it has a disposable container. Seconds, bytes.
 

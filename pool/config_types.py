@@ -45,6 +45,8 @@ def shown(value: object) -> str:
         text = ascii(value)
     except ValueError:  # an integer with too many digits for Python to print
         return "a number with thousands of digits"
+    except RecursionError:
+        return "a value that is nested too deep"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

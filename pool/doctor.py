@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
-import anyio.to_thread
 
 from executor.engine import Engine, EngineInfo, ImageInfo
 from executor.locate import find_engine
 from executor.log import get_logger
 from executor.printable import printable
 from executor.result import EmberpoolError, ImageMissing
+from executor.staging_threads import StagingThreads
 from pool import checks, surroundings
 from pool.checks import Check
 from pool.config import ConfigError, Settings, load_settings
@@ -213,7 +213,7 @@ async def _guarded(name: str, work: _Work, remedy: str = "", *, patience: float 
 
 async def _in_thread(look: Callable[[], _T]) -> _T:
     # A directory service or a network disk can hang: its thread is left behind, and the check fails by its deadline.
-    return await anyio.to_thread.run_sync(look, abandon_on_cancel=True)
+    return await StagingThreads().run("what a check looks at", look)
 
 
 def _engine_remedy() -> str:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from anyio import to_thread
-
 from executor.host import CAN_LIMIT
 from executor.printable import printable
 from executor.result import EmberpoolError, InvalidCall, ProfileMismatch
 from executor.sandbox import no_file
 from executor.staging import StageLimits, Staging, StagingFailed
+from executor.staging_threads import StagingThreads
 from pool.checks import Check
 from pool.config import ConfigError, Settings
 from pool.manifest import Manifest, ToolEntry
@@ -49,7 +48,7 @@ async def check_launch(manifest: Manifest, settings: Settings, doctor: Sequence[
     Raises ``StagingFailed`` where nothing can be tried out, for want of a temporary directory.
     """
     broken = next((check for check in doctor if check.status == "fail"), None)
-    return await to_thread.run_sync(_check, manifest, settings, broken)
+    return await StagingThreads().run(str(manifest.base), lambda: _check(manifest, settings, broken))
 
 
 def failed(launches: Sequence[Launch], *, strict: bool) -> bool:

@@ -183,9 +183,22 @@ class StateDirectory:
         with self._writing():
             (self._ledger / f"{name}.standby").rename(self._ledger / f"{name}.bound")
 
-    def drop(self, name: str) -> None:
-        """Remove an entry, whatever its state, and its staging directory. Only after the container is known to be gone."""
+    def has_copies(self, name: str) -> bool:
+        """Whether a container's staging directory holds more than its nonce, so that its removal may take a while."""
+        try:
+            with os.scandir(self._staging / name) as entries:
+                return any(entry.name != "nonce" for entry in entries)
+        except OSError:
+            return False
+
+    def clear(self, name: str) -> None:
+        """Remove a container's staging directory. Only after the container is known to be gone."""
         shutil.rmtree(self._staging / name, ignore_errors=True)
+
+    def drop(self, name: str) -> None:
+        """Remove an entry, whatever its state, and what is left of its staging directory. Only after the container is known
+        to be gone."""
+        self.clear(name)
         with self._writing():
             for state in _STATES:
                 (self._ledger / f"{name}.{state}").unlink(missing_ok=True)

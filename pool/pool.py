@@ -33,6 +33,7 @@ from executor.result import (
     SessionClosed,
     StateLost,
 )
+from executor.staging_threads import StagingThreads
 from executor.stream import Sink
 from executor.tool import ToolResult
 from executor.watch import EventHub
@@ -40,7 +41,9 @@ from pool import events as ev
 from pool.audit import AuditEntry
 from pool.calls import checked_call, key_part, positive_seconds
 from pool.config import Settings
+from pool.config_host import host_memory, memory_problem, require_memory
 from pool.events import Effect, Event, Refusal, SessionKey
+from pool.host_calls import HostCalls
 from pool.ledger import StateDirectory
 from pool.link import EngineLink, FindEngine
 from pool.policy import policy_of
@@ -83,14 +86,18 @@ class SandboxPool:
     for an engine: while none is there, everything is refused with the reason, and heals by itself once it is.
     ``find`` returns the engine to use (by default the first that answers, see ``executor.locate``). Where the image is
     missing on it at the start, ``make_image`` brings it (by default it is pulled or built), and callers are refused meanwhile.
+    Raises ``ConfigError`` where all containers together may use more memory than this host has (``pool.overcommit``).
     """
 
     def __init__(
         self, settings: Settings | None = None, *, find: FindEngine | None = None, make_image: MakeImage = make_image
     ) -> None:
         self.settings, self._make_image = settings or Settings(), make_image
+        require_memory(self.settings)
         self._find = find or self._find_engine
-        self._hub = EventHub()
+        self._hub, self._threads = EventHub(), StagingThreads()
+        host, pool = self.settings.host, self.settings.pool
+        self._host_calls = HostCalls(host.max_calls, host.max_waiters, pool.acquire_timeout)
         self._state = PoolState(policy_of(self.settings))
         self._places: dict[int, _Place] = {}
         self._waiters = 0
@@ -107,7 +114,7 @@ class SandboxPool:
         self._directory = StateDirectory.open(self.settings.pool.state_dir)
         self._log = log.bind(pool=self._directory.pool_id, name=self.settings.pool.name)
         self._tasks: TaskGroup = anyio.create_task_group()
-        self._shop = Workshop(self.settings, self._directory, self._hub, self._tasks)
+        self._shop = Workshop(self.settings, self._directory, self._hub, self._tasks, self._threads)
         self._link = EngineLink(
             self.settings, self._find, self._directory.pool_id, self._hub, self._shop, self, self._make_image
         )
@@ -130,6 +137,7 @@ class SandboxPool:
         drain = pool.drain_timeout if kind is None else 0.0
         with anyio.CancelScope(shield=True):
             self.feed(ev.CloseBegan(anyio.current_time() + drain))
+            await self._host_calls.close(drain)
             with anyio.move_on_after(drain + STOP_PATIENCE):
                 await self._gone.wait()
             left = await self._shop.last_sweep()
@@ -198,11 +206,15 @@ class SandboxPool:
 
         In a container it runs in the sandbox of ``(plan.agent, session)``, which is acquired for it; on the host only where
         the configuration says ``limits``. What never started is tried again, up to ``plan.retries`` times. A tool that
-        fails is a result. Raises ``InvalidCall``, and what ``acquire`` and ``Session.call`` raise.
+        fails is a result. Raises ``InvalidCall``, and what ``acquire`` and ``Session.call`` raise; on the host ``PoolExhausted``
+        where ``host.max_calls`` run and no place was free within ``pool.acquire_timeout``.
         """
+        self._require_open()
         if plan.python_tools == "limits":
             session_id = self._directory.session_id(key_part("agent", plan.agent), key_part("session", session))
-            return await run_on_host(plan, arguments, self.settings, session=session_id)
+            return await run_on_host(
+                plan, arguments, self.settings, session=session_id, calls=self._host_calls, threads=self._threads
+            )
 
         async def once() -> ToolResult:
             # The tool's own time begins once it has a sandbox.
@@ -221,7 +233,7 @@ class SandboxPool:
     @property
     def privileged(self) -> Privileged:
         """The privileged commands, each call in a disposable container with the workspace's ``data/sandbox``."""
-        return Privileged(self.settings, self.run_cold)
+        return Privileged(self.settings, self.run_cold, self._threads)
 
     def resize(self, *, min_standby: int | None = None, max_sandboxes: int | None = None) -> None:
         """Change the pool's size while it runs; what is not given stays.
@@ -241,6 +253,9 @@ class SandboxPool:
         uids = self.settings.sandbox.uid_range
         if most + policy.max_cold + 1 > uids.count:
             raise InvalidCall(f"max_sandboxes ({most}) is more than sandbox.uid_range ({uids}) has uids for")
+        grows = most > policy.max_sandboxes  # what shrinks never asks for more memory than there was
+        if grows and (memory := host_memory()) and (text := memory_problem(self.settings, memory, max_sandboxes=most)):
+            raise InvalidCall(f"max_sandboxes: {text}")
         self._say(self._log.info, "pool.resized", min_standby=standby, max_sandboxes=most)
         self.feed(ev.PolicyChanged(replace(policy, min_standby=standby, max_sandboxes=most)))
 
@@ -321,7 +336,7 @@ class SandboxPool:
             async def run(left: float) -> CallResult:
                 if prepare is None:
                     return await box.call(call.within(left), sink, began=now)
-                async with prepare(box, call) as prepared:
+                async with prepare(box, call.within(left)) as prepared:
                     entry.call = prepared
                     return await box.call(prepared.within(max(0.001, deadline - anyio.current_time())), sink)
 

@@ -12,11 +12,13 @@ import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path, PurePosixPath
 
-from anyio import to_thread
+import anyio
 
 from executor.call import Call, check_code
 from executor.profile import check_mount
 from executor.result import CallResult, InvalidCall
+from executor.staging import StagingFailed
+from executor.staging_threads import StagingThreads
 from pool.config import Settings
 from pool.config_tools import WORKSPACE, CommandSettings
 from pool.workshop import ColdSetting
@@ -40,11 +42,11 @@ class Privileged:
     """The commands. Each takes its ceilings from ``[privileged.<command>]``; ``timeout`` is seconds, at most that.
 
     Raises ``InvalidCall`` (also where ``sandbox.workspace`` is not set, or its ``data/sandbox`` is not a directory of its
-    own), ``ProfileMismatch`` (it belongs to root), and what ``SandboxPool.call_cold`` raises.
+    own), ``StagingFailed`` (its file system hangs), ``ProfileMismatch`` (it belongs to root), and what ``SandboxPool.call_cold`` raises.
     """
 
-    def __init__(self, settings: Settings, run_cold: RunCold) -> None:
-        self._settings, self._run_cold = settings, run_cold
+    def __init__(self, settings: Settings, run_cold: RunCold, threads: StagingThreads) -> None:
+        self._settings, self._run_cold, self._threads = settings, run_cold, threads
 
     async def shell_exec(self, command: str, *, stdin: bytes = b"", timeout: float | None = None) -> CallResult:
         """Run ``command`` by the image's ``sh``, in ``/workspace``."""
@@ -121,8 +123,16 @@ class Privileged:
             cwd=WORKSPACE,
         )
         check_code(call, self._settings.sandbox.file_size_mb)
-        place = await to_thread.run_sync(self._place, name)
-        return await self._run_cold(call, ColdSetting(workspace=place, network=limits.network))
+        deadline, place = anyio.current_time() + call.timeout, ""
+        with anyio.move_on_after(call.timeout):
+            place = await self._threads.run(self._settings.sandbox.workspace, lambda: self._place(name))
+        if not place:
+            raise StagingFailed(
+                f"sandbox.workspace was not found within the call's {call.timeout:g} s; look after its file system",
+                retry_after=1.0,
+            )
+        left = max(0.001, deadline - anyio.current_time())
+        return await self._run_cold(call.within(left), ColdSetting(workspace=place, network=limits.network))
 
     def _place(self, name: str) -> str:
         """The directory that is mounted: of the workspace itself, not one that a link makes look so."""

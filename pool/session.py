@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from executor.sandbox import TOOL_PLACE, Sandbox
 from executor.staging_copy import DIGEST_LENGTH
 from executor.stream import CallStream
 from executor.tool import Tool, ToolResult, encode_arguments, tool_code, tool_result
-from pool.calls import checked_call
+from pool.calls import ceilings, checked_call
 from pool.events import SessionKey
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ class Session:
 
             @asynccontextmanager
             async def prepare(box: Sandbox, call: Call) -> AsyncIterator[Call]:
-                async with box.tool_dir(directory, allowed or (directory,), file=tool.path) as root:
+                own = allowed or (directory,)
+                async with box.tool_dir(directory, own, file=tool.path, timeout=call.timeout) as root:
                     yield call.with_code(tool_code(tool, root))
 
         result = await self._pool.run_call(self._key, self._epoch, call, generation, prepare=prepare)
@@ -152,11 +154,12 @@ class Session:
     ) -> bytes:
         """The bytes of a regular file below ``/tmp``, ``/dev/shm`` or ``/tool``; links that stay inside are followed.
 
-        A file of more than ``max_bytes`` (at most and by default ``call.max_output``) is ``FileFailed``, not a part of it.
+        A file of more than ``max_bytes`` (at most and by default ``call.max_output``, the agent's where it has its own) is
+        ``FileFailed`` with the code ``EFBIG``, not a part of it.
         Raises as ``write_file``.
         """
-        most = self._pool.settings.call.max_output if max_bytes is None else max_bytes
-        request = files.read_request(path, max_bytes, max_output=self._pool.settings.call.max_output)
+        most = self._ceiling() if max_bytes is None else max_bytes
+        request = files.read_request(path, max_bytes, max_output=self._ceiling())
         return await self._file_call(request, f"reading {path!r:.200}", most, timeout, generation)
 
     async def list_files(
@@ -164,15 +167,23 @@ class Session:
         *, timeout: float | None = None, generation: str | None = None,
     ) -> list[FileInfo]:  # fmt: skip
         """The entries of a directory below ``/tmp``, ``/dev/shm`` or ``/tool``, by name. Raises as ``read_file``."""
-        most, doing = self._pool.settings.call.max_output, f"listing {path!r:.200}"
+        most, doing = self._ceiling(), f"listing {path!r:.200}"
         request = files.list_request(path, max_output=most)
         return files.parse_listing(await self._file_call(request, doing, most, timeout, generation), doing)
 
     async def _file_call(
         self, request: bytes, doing: str, most: int, timeout: float | None, generation: str | None
     ) -> bytes:
-        result = await self.call(code=files.program(), stdin=request, timeout=timeout, generation=generation)
-        return files.answer(result, doing, most=most)
+        self._require_attached()
+        call = self._new_call(None, files.program(), request, None, timeout, None)
+        # The reason for a refusal is the program's own output and must fit, however little the agent's calls may print.
+        if call.max_output < files.MAX_REPORT:
+            call = replace(call, max_output=files.MAX_REPORT)
+        return files.answer(await self._pool.run_call(self._key, self._epoch, call, generation), doing, most=most)
+
+    def _ceiling(self) -> int:
+        """Bytes of each stream that this agent's calls may print."""
+        return ceilings(self._pool.settings, self._key[0]).max_output
 
     def _new_call(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from executor.log import get_logger
 from executor.result import EmberpoolError, PoolUnusable
+from executor.threads import in_thread
 from pool.adoption import Inheritance, Standard, unfit
 from pool.cleanup import look, remove
 from pool.config import Settings
@@ -37,7 +38,7 @@ class Sweeper:
                 continue
             swept += await self.remove(link, entry, now)
         if self._first:
-            self._remove_strays()
+            await self._remove_strays()
         self._first = False
         return swept
 
@@ -81,9 +82,9 @@ class Sweeper:
         self._users[entry.name] = entry.user
         return True
 
-    def _remove_strays(self) -> None:
+    async def _remove_strays(self) -> None:
         try:
             for stray in self._state.strays():
-                self._state.remove_stray(stray)
+                await in_thread(self._state.remove_stray, stray)
         except PoolUnusable as error:  # the next start's, then: they are in nobody's way
             log.warning("pool.staging_stays", pool=self._state.pool_id, error=str(error))

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
-from anyio import to_thread
 
 from executor.call import Call
 from executor.host import HOST, HostLimits, host_call
 from executor.log import get_logger
 from executor.result import EmberpoolError, InvalidCall
 from executor.sandbox import no_file
-from executor.staging import resolve_tool_dir
+from executor.staging import StagingFailed, resolve_tool_dir
+from executor.staging_threads import StagingThreads
 from executor.tool import Tool, ToolResult, encode_arguments, tool_code, tool_result
 from pool.audit import AuditEntry
 from pool.config import Settings
 from pool.config_types import PythonTools
+from pool.host_calls import HostCalls
 from pool.manifest import ToolEntry, resolve
 
 log = get_logger("emberpool.tools")
@@ -94,24 +95,41 @@ async def with_retries(once: Callable[[], Awaitable[ToolResult]], plan: ToolPlan
         await anyio.sleep(wait)
 
 
-async def run_on_host(plan: ToolPlan, arguments: object, settings: Settings, *, session: str = "") -> ToolResult:
+async def run_on_host(
+    plan: ToolPlan,
+    arguments: object,
+    settings: Settings,
+    *,
+    session: str = "",
+    calls: HostCalls | None = None,
+    threads: StagingThreads | None = None,
+) -> ToolResult:
     """Call a tool on this host under limits: a guard against exhaustion and NOT a boundary (``executor.host``).
 
-    ``session`` is the session's id for the audit line, where a pool gave it one. What never started is tried again, up to ``plan.retries`` times. Raises ``InvalidCall`` and what
-    ``executor.host.host_call`` raises.
+    ``session`` is the session's id for the audit line, ``calls`` and ``threads`` are the pool's, where there is one. What never
+    started is tried again, up to ``plan.retries`` times. Raises ``InvalidCall``, ``StagingFailed``, what ``HostCalls.run``
+    raises and what ``executor.host.host_call`` raises.
     """
     stdin = encode_arguments(arguments, max_input=settings.call.max_input)
-    return await with_retries(lambda: _once_on_host(plan, stdin, settings, session), plan)
+    threads = threads or StagingThreads()
+
+    async def once() -> ToolResult:
+        return await _once_on_host(plan, stdin, settings, session, threads)
+
+    return await with_retries(once if calls is None else lambda: calls.run(once), plan)
 
 
-async def _once_on_host(plan: ToolPlan, stdin: bytes, settings: Settings, session: str) -> ToolResult:
+async def _once_on_host(
+    plan: ToolPlan, stdin: bytes, settings: Settings, session: str, threads: StagingThreads
+) -> ToolResult:
     box, tool = settings.sandbox, plan.tool
-    root = await to_thread.run_sync(place_on_host, plan)
+    deadline = anyio.current_time() + plan.timeout
+    root = await _find_in_time(plan, threads)
     # Of what is sent, only inline code is the caller's: the rest is not held against the ceiling of his input.
     call = Call(
         code=tool.inline or "",
         stdin=stdin,
-        timeout=plan.timeout,
+        timeout=max(0.001, min(plan.timeout, deadline - anyio.current_time())),
         max_output=plan.max_output,
         max_input=settings.call.max_input,
     ).with_code(tool_code(tool, root))
@@ -133,6 +151,18 @@ async def _once_on_host(plan: ToolPlan, stdin: bytes, settings: Settings, sessio
         told = entry.fields(anyio.current_time(), "")
         log.info("call.ended", session=session or None, generation=HOST, tool=tool.name, **told)
     return tool_result(tool, result)
+
+
+async def _find_in_time(plan: ToolPlan, threads: StagingThreads) -> str:
+    if plan.tool.directory is None:
+        return ""
+    directory = str(plan.tool.directory)
+    with anyio.move_on_after(plan.timeout):
+        return await threads.run(directory, lambda: place_on_host(plan))
+    raise StagingFailed(
+        f"{directory!r:.300} was not found within the tool's {plan.timeout:g} s; look after its file system",
+        retry_after=1.0,
+    )
 
 
 def place_on_host(plan: ToolPlan) -> str:

@@ -37,11 +37,12 @@ from executor.result import (
 )
 from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox, take_over
 from executor.staging import Fingerprints, StageLimits
+from executor.staging_threads import StagingThreads
 from executor.verify import require_no_volumes
 from executor.watch import EventHub
 from pool.adoption import labels_of
 from pool.cleanup import LATE_START as LATE_START
-from pool.cleanup import look
+from pool.cleanup import drop, look
 from pool.config import Settings
 from pool.config_tools import WORKSPACE
 from pool.connection import Connection as Connection
@@ -84,7 +85,14 @@ LAST_SWEEP = 5.0
 class Workshop:
     """All containers of one pool instance. ``instance`` is random for each start of a pool."""
 
-    def __init__(self, settings: Settings, state: StateDirectory, hub: EventHub, tasks: TaskGroup) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        state: StateDirectory,
+        hub: EventHub,
+        tasks: TaskGroup,
+        threads: StagingThreads,
+    ) -> None:
         self.instance = secrets.token_hex(4)
         self.connection: Connection | None = None
         self.sandboxes: dict[int, Sandbox] = {}
@@ -96,7 +104,7 @@ class Workshop:
             settings.sandbox.user, settings.sandbox.uid_range, tuple(settings.sandbox.mounts)
         )
         self._python: dict[str, bool] = {}
-        self._fingerprints = Fingerprints()
+        self._fingerprints, self._threads = Fingerprints(), threads
         self._untold: set[str] = set()
         self._containers: dict[str, str] = {}
         self._sweeper = Sweeper(settings, state, self._users, self._user_policy)
@@ -257,6 +265,7 @@ class Workshop:
                 max_bytes=self._settings.tools.max_bytes, max_files=self._settings.tools.max_files
             ),
             fingerprints=self._fingerprints,
+            threads=self._threads,
         )
 
     async def stop(self, n: int) -> None:
@@ -272,7 +281,7 @@ class Workshop:
         if name in self._untold:
             self._untold.discard(name)
         else:
-            self._state.drop(name)
+            await drop(self._state, name)
         self._users.pop(name, None)
 
     async def _remove(self, name: str) -> None:

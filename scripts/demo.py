@@ -164,7 +164,8 @@ async def refusal() -> None:
     out.rule("a refusal, never a weaker place")
     with tempfile.TemporaryDirectory(prefix="emberpool-demo-") as directory:
         settings = Settings(
-            sandbox={"image": "localhost/no-such-image:1"}, pool={"state_dir": str(Path(directory) / "state")}
+            sandbox={"image": "localhost/no-such-image:1"},
+            pool={"state_dir": str(Path(directory) / "state"), "overcommit": True},
         )
         async with SandboxPool(settings) as pool:
             with anyio.move_on_after(30):
@@ -185,7 +186,7 @@ async def refused(pool: SandboxPool) -> EmberpoolError:
 async def demo(rounds: int) -> None:
     with tempfile.TemporaryDirectory(prefix="emberpool-demo-") as directory:
         settings = Settings(
-            pool={"state_dir": str(Path(directory) / "state"), "name": "demo"},
+            pool={"state_dir": str(Path(directory) / "state"), "name": "demo", "overcommit": True},
             agents={"analyst": {"env": ["REPORT_CURRENCY"]}, "legacy": {"python_tools": "limits"}},
         )
         async with SandboxPool(settings) as pool:

@@ -192,10 +192,7 @@ def test_a_refusal_as_json_says_whether_to_try_again(desk: Desk, monkeypatch: py
 def test_too_many_arguments_on_stdin_are_refused(desk: Desk) -> None:
     done = desk.invoke("tool", "run", desk.manifest, "words", "--args", "-", stdin='{"a": "' + "x" * 33_000_000 + '"}')
     assert done.exit_code == 1
-    assert (
-        one_line(done)
-        == "error: InvalidCall: arguments are too large: at most 32000000 bytes are taken (call.max_input)"
-    )
+    assert one_line(done) == "error: InvalidCall: stdin is more than 32000000 bytes; send less, or raise call.max_input"
 
 
 @pytest.mark.parametrize("words", [["tool", "run", "X", "add"], ["tool", "list", "X"], ["launch-check", "X"]])

@@ -285,7 +285,7 @@ def test_settings_exist_exactly_where_every_rule_holds(
 
 
 # --- unknown names
-SECTION_NAMES = "[sandbox], [pool], [call], [tools], [privileged], [agents]"
+SECTION_NAMES = "[sandbox], [pool], [call], [tools], [host], [privileged], [agents]"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pool.cli_config import config_app, host_memory
+from pool.cli_config import config_app
 from pool.config import Settings, check_host, load
+from pool.config_host import host_memory
 from pool.config_models import SECTIONS, known_keys
 from pool.config_tools import COMMANDS, PrivilegedSettings
 

@@ -293,3 +293,48 @@ def test_every_key_can_be_set_by_the_environment() -> None:
     loaded = load(None, environ)
     assert set(loaded.origins.values()) == {"environment"}
     assert loaded.settings == Settings(**example)
+
+
+# --- what Kubernetes sets for a service of this name
+@pytest.mark.parametrize("service", ["EMBERPOOL", "EMBERPOOL_GATEWAY", "EMBERPOOL_POOL", "EMBERPOOL_SERVER_2"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SERVICE_HOST", "10.96.0.7"),
+        ("SERVICE_HOST", "fd00:10:96::7"),
+        ("SERVICE_PORT", "80"),
+        ("SERVICE_PORT_HTTP", "80"),
+        ("SERVICE_PORT_HTTP_ADMIN", "8080"),
+        ("PORT", "tcp://10.96.0.7:80"),
+        ("PORT", "udp://[fd00:10:96::7]:53"),
+        ("PORT_80_TCP", "tcp://10.96.0.7:80"),
+        ("PORT_80_TCP_PROTO", "tcp"),
+        ("PORT_80_TCP_PORT", "80"),
+        ("PORT_80_TCP_ADDR", "10.96.0.7"),
+        ("PORT_9999_SCTP_ADDR", "fd00::1"),
+    ],
+)
+def test_service_links_are_ignored(service: str, name: str, value: str) -> None:
+    assert load_settings(None, {f"{service}_{name}": value, "EMBERPOOL_POOL__NAME": "a"}).pool.name == "a"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("EMBERPOOL_PORT", "8080"),
+        ("EMBERPOOL_PORT", "tcp://somewhere:80"),
+        ("EMBERPOOL_SERVICE_HOST", "somewhere"),
+        ("EMBERPOOL_SERVICE_PORT", "http"),
+        ("EMBERPOOL_PORT_80_TCP_PROTO", "http"),
+        ("EMBERPOOL_PORT_80_TCP_WHAT", "10.96.0.7"),
+        ("EMBERPOOL_PORT_TCP_ADDR", "10.96.0.7"),
+        ("EMBERPOOL_POOL__SERVICE_HOST", "10.96.0.7"),
+        ("EMBERPOOL_POOL__PORT", "tcp://10.96.0.7:80"),
+        ("EMBERPOOL_service_host", "10.96.0.7"),
+        ("EMBERPOOL__SERVICE_HOST", "10.96.0.7"),
+    ],
+)
+def test_what_only_resembles_a_service_link_is_an_unknown_setting(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match="unknown setting") as caught:
+        load_settings(None, {name: value})
+    assert value not in str(caught.value).removeprefix(name)

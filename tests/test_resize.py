@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from executor.result import InvalidCall, PoolClosed, PoolExhausted
-from pool.config import Settings
+from pool.config import ConfigError, Settings
 from pool.pool import SandboxPool
 from tests.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend
 from tests.scripted import ScriptedEngine
@@ -99,3 +99,41 @@ async def test_a_pool_that_is_closed_is_not_resized(engine: ScriptedEngine, tmp_
         pool.resize(max_sandboxes=2)
     with pytest.raises(PoolClosed):
         pool.resize(max_sandboxes=2)
+
+
+# --- the host's memory
+
+
+def _sized(tmp_path: Path, **pool: Any) -> Settings:
+    keys = {"state_dir": tmp_path / "s", "min_standby": 0, "max_sandboxes": 4, "max_cold": 2, **pool}
+    return Settings(pool=keys, sandbox={"memory_mb": 1024})
+
+
+async def test_a_pool_that_may_use_more_memory_than_the_host_has_is_refused(
+    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pool.config_host.host_memory", lambda: 6 * 1024**3 - 1)
+    with pytest.raises(ConfigError, match=r"is 6,144 MiB, and the host has 6,143 MiB; .* pool.overcommit = true"):
+        SandboxPool(_sized(tmp_path), find=engine.find)
+    assert not (tmp_path / "s").exists()
+    SandboxPool(_sized(tmp_path, overcommit=True), find=engine.find)
+    monkeypatch.setattr("pool.config_host.host_memory", lambda: 0)  # a system that does not tell
+    SandboxPool(_sized(tmp_path), find=engine.find)
+
+
+@pytest.mark.parametrize("overcommit", [False, True])
+async def test_a_pool_does_not_grow_beyond_the_hosts_memory(
+    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overcommit: bool
+) -> None:
+    for module in ("config_host", "pool"):
+        monkeypatch.setattr(f"pool.{module}.host_memory", lambda: 7 * 1024**3)
+    async with running(engine, _sized(tmp_path, overcommit=overcommit)) as pool:
+        pool.resize(max_sandboxes=5)
+        if overcommit:
+            pool.resize(max_sandboxes=6)
+            return
+        before = pool._state.policy
+        with pytest.raises(InvalidCall, match=r"max_sandboxes: .*pool.max_sandboxes 6 .* is 8,192 MiB"):
+            pool.resize(max_sandboxes=6)
+        assert pool._state.policy is before
+        pool.resize(max_sandboxes=1)

@@ -240,6 +240,9 @@ class WatchedLock:
     def __exit__(self, *_: object) -> None:
         self.lock.release()
 
+    def locked(self) -> bool:
+        return self.lock.locked()
+
 
 def test_two_threads_that_stage_one_source_at_once_make_one_version(
     site: Site, monkeypatch: pytest.MonkeyPatch
@@ -247,7 +250,7 @@ def test_two_threads_that_stage_one_source_at_once_make_one_version(
     for name in ("one", "two"):
         site.write(name, name)
     lock = WatchedLock()
-    monkeypatch.setattr(site.staging, "_copying", lock)
+    monkeypatch.setattr(site.staging, "_copying", {os.path.realpath(site.tool): lock})
     with ThreadPoolExecutor(2) as threads:
         second: list[Future[str]] = []
 
@@ -286,11 +289,16 @@ def test_a_copy_holds_up_neither_other_places_nor_what_is_in_place(site: Site, m
             here = threads.submit(site.stage, hold=True).result(10)
             site.staging.release(here)
             assert site.another(site.root / "place 2").stage(site.tool, [site.allowed]) == here
+            fresh = site.allowed / "fresh"
+            fresh.mkdir()
+            (fresh / "fresh.py").write_text("fresh")
+            new = threads.submit(site.stage, fresh).result(10)  # it is copied too, and takes no draft for cut off
             assert not copying.done()
         finally:
             go_on.set()
         copied = copying.result(30)
-    assert site.versions() == {here, copied}
+    assert site.versions() == {here, copied, new}
+    assert tree(site.place / copied) == tree(slow)
 
 
 # --- the host's own troubles --------------------------------------------------------------------------------------------

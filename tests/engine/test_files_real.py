@@ -9,6 +9,7 @@ import pytest
 from executor import files
 from executor.result import FileFailed, InvalidCall, SessionClosed, StateLost
 from pool.config import CallSettings, Settings
+from pool.config_tools import AgentCall, AgentOverrides
 from pool.pool import SandboxPool
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
@@ -102,3 +103,35 @@ async def test_a_file_belongs_to_its_generation_and_its_session(engine_settings:
         await session.close()
         with pytest.raises(SessionClosed):
             await session.read_file("mine")
+
+
+async def test_an_agents_lower_output_ceiling_holds_for_its_files(engine_settings: Settings) -> None:
+    agents = {name: AgentOverrides(call=AgentCall(max_output=most)) for name, most in (("low", 5_000), ("lowest", 10))}
+    limits = {"call": CallSettings(max_output=100_000), "agents": agents}
+    async with SandboxPool(engine_settings.model_copy(update=limits)) as pool:
+        low, lowest, other = [await pool.acquire(agent, "files") for agent in ("low", "lowest", "other")]
+        for session, most in ((low, 5_000), (lowest, 10), (other, 100_000)):
+            await session.write_file("file", bytes(most))
+            assert await session.read_file("file") == bytes(most)
+            with pytest.raises(InvalidCall, match=f"0 to {most} whole bytes"):
+                await session.read_file("file", max_bytes=most + 1)
+            await session.write_file("file", bytes(most + 1))
+            with pytest.raises(FileFailed, match=f"it is {most + 1} bytes; at most {most} are read") as failed:
+                await session.read_file("file")
+            assert failed.value.code == "EFBIG"
+        with pytest.raises(FileFailed, match="at most 10 are listed") as failed:
+            await lowest.list_files()
+        assert failed.value.code == "EFBIG"
+        with pytest.raises(FileFailed) as failed:  # what is wrong is told in more than 10 bytes
+            await lowest.read_file("missing")
+        assert (failed.value.code, str(failed.value)) == ("ENOENT", "reading 'missing': No such file or directory")
+
+
+async def test_a_file_beyond_the_sandboxs_size_limit_is_told_with_the_limit(engine_settings: Settings) -> None:
+    box = engine_settings.sandbox.model_copy(update={"file_size_mb": 1})
+    async with SandboxPool(engine_settings.model_copy(update={"sandbox": box})) as pool:
+        session = await pool.acquire("agent", "size")
+        with pytest.raises(FileFailed, match="it is 1048577 bytes; a file may grow to 1048576") as failed:
+            await session.write_file("file", bytes(1_048_577))
+        assert failed.value.code == "EFBIG"
+        assert await session.list_files() == []
