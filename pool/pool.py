@@ -189,9 +189,12 @@ class SandboxPool:
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
         max_output: int | None = None,
+        unbuffered: bool | None = None,
     ) -> CallResult:
         """One call in a disposable container of its own, as ``Session.call``; at most ``pool.max_cold`` run at once."""
-        return await self.run_cold(checked_call(self.settings, "", argv, code, stdin, env, timeout, max_output))
+        return await self.run_cold(
+            checked_call(self.settings, "", argv, code, stdin, env, timeout, max_output, unbuffered)
+        )
 
     async def run_tool(self, plan: ToolPlan, arguments: object, *, session: str) -> ToolResult:
         """Call a tool (see ``pool.tools.plan_tool``) for a session of its agent, where the plan says that it runs.

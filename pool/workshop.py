@@ -32,6 +32,7 @@ from executor.result import (
     EngineFailed,
     EngineUnavailable,
     ImageMissing,
+    ImageUnfit,
     PoolUnusable,
     ProfileMismatch,
 )
@@ -177,13 +178,13 @@ class Workshop:
         try:
             with _host_errors(f"starting {self.name(n)}"):
                 box = self.sandboxes[n] = await self._take_over(n, link) or await self._make(n, link)
-        except ImageMissing:
+        except (ImageMissing, ImageUnfit):
             await self._renew_image(link)
             raise
         return box
 
     async def _renew_image(self, link: Connection) -> None:
-        """The image is gone from under a connection. What its name stands for by now is what is started next."""
+        """The image of a connection is gone, or of no use: what its name stands for by now is what is started next."""
         reference = self._settings.sandbox.image
         try:
             image = await link.engine.image(reference)
@@ -208,7 +209,7 @@ class Workshop:
         self._untold.add(name)
         try:
             return await start_sandbox(link.engine, self._hub, spec, python=python, tasks=self._tasks, created=created)
-        except (ImageMissing, ProfileMismatch, EngineFailed):
+        except (ImageMissing, ImageUnfit, ProfileMismatch, EngineFailed):
             self._untold.discard(name)  # the engine has answered: it will not carry the start out later
             raise
 
