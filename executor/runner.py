@@ -1064,6 +1064,7 @@ class Prepared:
     def unbuffer(self):
         """Turn the standard streams into those of ``python3 -u``; the same objects, as others may hold them already."""
         self._libc.unbuffer()
+        sys.stdin.reconfigure(write_through=True)
         for stream in (sys.stdout, sys.stderr):
             encoding, errors = stream.encoding, stream.errors
             stream.__init__(stream.detach().detach(), encoding, errors, "\n", write_through=True)

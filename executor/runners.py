@@ -134,6 +134,8 @@ class Runners:
                     self._place.check(runner.facts)
                 except EmberpoolError as error:
                     self.problem = error
+                    if isinstance(error, ImageUnfit) and self._greeted:  # it was fit before the session's code ran
+                        self.problem = SandboxDied(str(error), cause="runner", started=False)
                     runner.scope.cancel()
                     return
                 runner.vouched = self._greeted = True

@@ -18,6 +18,7 @@ from executor.call import Call
 from executor.cold import ColdSpec, cold_call, has_python
 from executor.engine import ImageInfo, NameTaken
 from executor.log import get_logger
+from executor.outcome import NOT_FOUND
 from executor.profile import (
     LABEL_CONFIG,
     LABEL_INSTANCE,
@@ -80,6 +81,14 @@ DISK_THREADS = 4
 
 LAST_SWEEP = 5.0
 """Seconds for which a pool that ends waits for the removal of what its ledger still names."""
+
+
+def runner_options(settings: Settings) -> RunnerOptions:
+    """How runners behave under ``settings``."""
+    call = settings.call
+    return RunnerOptions(
+        calls=call.calls_per_exec, parallel=call.parallel, preload=settings.sandbox.preload, grace=call.grace
+    )
 
 
 class Workshop:
@@ -238,7 +247,6 @@ class Workshop:
         return box
 
     def _spec(self, link: Connection, identity: Identity, place: str, nonce: str, *, python: bool) -> SandboxSpec:
-        call = self._settings.call
         return SandboxSpec(
             identity=identity,
             # A limit on the container would wear a runner down; it sets one for each call instead.
@@ -248,12 +256,7 @@ class Workshop:
             staging=place,
             nonce=nonce,
             lifetime=lifetime(self._settings),
-            runner=RunnerOptions(
-                calls=call.calls_per_exec,
-                parallel=call.parallel,
-                preload=self._settings.sandbox.preload,
-                grace=call.grace,
-            ),
+            runner=runner_options(self._settings),
             stage_limits=StageLimits(
                 max_bytes=self._settings.tools.max_bytes, max_files=self._settings.tools.max_files
             ),
@@ -312,7 +315,17 @@ class Workshop:
 
     async def cold(self, call: Call, setting: ColdSetting | None = None) -> CallResult:
         """Run one call in a disposable container of its own."""
-        link, policy = self._require(), self._user_policy
+        link, began = self._require(), anyio.current_time()
+        known = self._python.get(link.image.id)
+        result = await self._cold(link, call, setting, python=known is not False)
+        # In an image without python3 the container's init says so, and the call's status looks like the code's own.
+        if known is None and result.exit_code == NOT_FOUND and not await self._has_python(link):
+            left = call.timeout - (anyio.current_time() - began)
+            return await self._cold(link, call.within(max(0.001, left)), setting, python=False)
+        return result
+
+    async def _cold(self, link: Connection, call: Call, setting: ColdSetting | None, *, python: bool) -> CallResult:
+        policy = self._user_policy
         profile = link.profile
         if setting is not None:
             mounts = (f"{setting.workspace}:{WORKSPACE}",)
@@ -325,7 +338,7 @@ class Workshop:
                 identity=self._identity(name, "cold", link.config_hash),
                 profile=replace(profile, user=user),
                 image=link.image,
-                python=self._python.get(link.image.id, True),
+                python=python,
             )
             try:
                 return await cold_call(link.engine, self._hub, spec, call)

@@ -6,16 +6,25 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
 
 from executor.call import Call
 from executor.cold import ColdSpec, has_python
 from executor.engine import ImageInfo
 from executor.profile import ContainerProfile
-from executor.result import ImageUnfit
+from executor.result import EmberpoolError, ImageUnfit, InvalidCall
+from pool.checks import Check
+from pool.config import Settings
+from pool.doctor import examine
+from pool.pool import SandboxPool
+from pool.session import Session
 from tests.engine.conftest import KEEPER, Room
+from tests.engine.faulty import until
 from tests.engine.tiny import changed_image, pack
+from tests.pools import outcome
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
@@ -145,3 +154,58 @@ async def test_preload_that_prints_is_no_word_of_the_runner(real_engine: Room, t
     async with real_engine.armed(image=image, preload=("chatty",)) as box:
         result = await box.call(Call(code="import chatty\nprint(1)"))
     assert (result.stdout, result.stderr) == (b"1\n", b"")
+
+
+async def test_doctor_finds_what_a_pool_would_refuse(real_engine: Room, tmp_path: Path, state_dir: Path) -> None:
+    async def found(image: ImageInfo, **sandbox: Any) -> dict[str, Check]:
+        settings = Settings(sandbox={"image": image.id, **sandbox}, pool={"state_dir": state_dir, "overcommit": True})
+        return {check.name: check for check in await examine(settings)}
+
+    broken = {"usr/lib/python3.11/ctypes/__init__.py": "raise ImportError('no libffi')"}
+    profile = (await found(await changed_image(real_engine, tmp_path, broken)))["profile"]
+    assert profile.status == "fail"
+    assert "no libffi" in profile.detail
+    checks = await found(real_engine.image, preload=["no_such_module"])
+    assert checks["profile"].status == "fail"
+    assert "sandbox.preload: no_such_module cannot be imported" in checks["profile"].detail
+    assert checks["cold call"].status == "ok"
+    tiny = await real_engine.import_image(pack(tmp_path / "tiny.tar"))
+    checks = await found(tiny)
+    assert (checks["profile"].status, checks["cold call"].status) == ("ok", "ok")
+    assert "argv calls only" in checks["profile"].detail
+    checks = await found(real_engine.image)
+    assert (checks["profile"].status, checks["cold call"].status) == ("ok", "ok")
+    assert "a runner was armed, and answered" in checks["profile"].detail
+
+
+async def test_pool_refuses_an_unfit_image_at_once_and_heals_once_its_name_is_another(
+    real_engine: Room, tmp_path: Path, engine_settings: Settings
+) -> None:
+    broken = await changed_image(real_engine, tmp_path, {PLACE: "#!/bin/sh\nexit 3\n"})
+    name = f"localhost/{real_engine.pool}:live"
+    await real_engine.engine.tag(broken.id, name)
+    real_engine.images.append(name)
+    sandbox = engine_settings.sandbox.model_copy(update={"image": name})
+    async with SandboxPool(engine_settings.model_copy(update={"sandbox": sandbox})) as pool:
+        with unfit("exit status 3"):
+            await pool.acquire("agent", "session")
+        assert pool.snapshot()["fault"] == "ImageUnfit"
+        await real_engine.engine.tag(real_engine.image.id, name)
+        with anyio.fail_after(60):
+            while isinstance(session := await outcome(lambda: pool.acquire("agent", "session")), EmberpoolError):
+                assert isinstance(session, ImageUnfit)
+                await anyio.sleep(0.1)
+        assert isinstance(session, Session)
+        assert (await session.call(code="print(1)")).ok
+
+
+async def test_cold_call_in_an_image_without_python_runs_a_program_and_refuses_code(
+    real_engine: Room, tmp_path: Path, engine_settings: Settings
+) -> None:
+    tiny = await real_engine.import_image(pack(tmp_path / "tiny.tar"))
+    sandbox = engine_settings.sandbox.model_copy(update={"image": tiny.id})
+    async with SandboxPool(engine_settings.model_copy(update={"sandbox": sandbox})) as pool:
+        await until(lambda: pool.snapshot()["engine"] == "up")
+        assert (await pool.call_cold(["sh", "-c", "echo $((6 * 7))"])).stdout == b"42\n"
+        with pytest.raises(InvalidCall, match="no python3"):
+            await pool.call_cold(code="print(1)")
