@@ -22,7 +22,7 @@ from executor.outcome import (
     never_began,
     unproven,
 )
-from executor.process import one_line
+from executor.printable import printable
 from executor.profile import ContainerProfile, Identity
 from executor.result import CallResult, EmberpoolError, EngineUnavailable, ImageUnfit, ProfileMismatch, SandboxDied
 from executor.verify import require_no_volumes
@@ -78,14 +78,14 @@ def judge_python(done: CallResult) -> bool:
             wanted = ".".join(map(str, OLDEST_PYTHON))
             raise ImageUnfit(f"the image's python3 is {'.'.join(map(str, found))}; calls need {wanted} or newer")
         if said:
-            text = one_line(said)[:200]
+            text = printable(said)[:200]
             raise ImageUnfit(
                 f"the image's python3 prints something of its own, which would be taken for a call's output: {text!r}; remove "
                 "that from its wrapper or its site-packages"
             )
         return True
     how = "out of memory (sandbox.memory_mb)" if done.oom_killed else f"exit status {done.exit_code}"
-    text = one_line(done.stderr)[-400:] or one_line(done.stdout)[-400:]
+    text = printable(done.stderr)[-400:] or printable(done.stdout)[-400:]
     raise ImageUnfit(f"the image's python3 cannot carry calls out, {how}: {text}")
 
 
@@ -133,7 +133,8 @@ def _outcome(end: Attached, watch: Watch, spec: ColdSpec, *, connected: bool) ->
         raise SandboxDied("the container was killed under the cold call", cause="killed")
     if watch.exit_code is not None and watch.started:
         if not oom and (error := unproven(end)):
-            raise error
+            # Nothing but the image's own programs has run in there.
+            raise error if isinstance(error, ProfileMismatch) else ImageUnfit(str(error))
         limits, cpus = spec.profile.limits, max(1.0, spec.profile.cpus or 1.0)
         cpu = limits.cpu_seconds is not None and end.duration * cpus >= limits.cpu_seconds
         return exec_result(end, exit_code=watch.exit_code, oom=oom, cpu=cpu and watch.exit_code == LIMIT_SIGNAL_CODE)

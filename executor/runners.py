@@ -266,7 +266,7 @@ class Runners:
             and expected.exit_code not in (None, KILL_CODE)
         ):
             # Nobody's code but the image's own has run here yet.
-            said = one_line(bytes(runner.stderr.kept))[-400:]
+            said = printable(bytes(runner.stderr.kept))[-400:]
             self.problem = ImageUnfit(
                 f"the runner ended before its first call (exit status {expected.exit_code}): the image's python3, or a "
                 f"module of sandbox.preload, ends by itself{f'; it said: {said}' if said else ''}"

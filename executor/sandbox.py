@@ -21,7 +21,7 @@ from executor.engine import ContainerGone, Engine, ImageInfo
 from executor.log import get_logger
 from executor.outcome import CANNOT_RUN
 from executor.plain import PlainExec
-from executor.process import one_line
+from executor.printable import printable
 from executor.profile import ContainerProfile, Identity, exec_args
 from executor.result import (
     CallResult,
@@ -209,11 +209,11 @@ class Sandbox:
     def _check_hello(self, facts: dict[str, object]) -> None:
         spec, files = self._spec, facts.get("files")
         # First, and before any call of the session: without what it lacks, a runner cannot protect itself either.
-        if problem := facts.get("problem"):
-            raise ImageUnfit(f"no call can be given to this image as it is configured: {one_line(str(problem))[:600]}")
-        if parent := facts.get("parent"):
+        if isinstance(problem := facts.get("problem"), str) and problem:
+            raise ImageUnfit(f"no call can be given to this image as it is configured: {printable(problem, limit=600)}")
+        if isinstance(parent := facts.get("parent"), str) and parent:
             raise ImageUnfit(
-                f"the image's python3 is a wrapper that stays beside the interpreter ({one_line(str(parent))[:200]!r}); "
+                f"the image's python3 is a wrapper that stays beside the interpreter ({printable(parent, limit=200)}); "
                 "let it exec the interpreter, or put the interpreter itself on the PATH"
             )
         own = [
@@ -222,6 +222,7 @@ class Sandbox:
                 ("nonce in /tool", "nonce", spec.nonce),
                 ("runner protected from tool code", "undumpable", True),
                 ("orphans come home to the runner", "subreaper", True),
+                ("runner's own problem", "problem", ""),
             )
             for found in (facts.get(key),)
         ]

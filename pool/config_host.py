@@ -8,6 +8,7 @@ from pathlib import Path
 from executor.printable import printable
 from pool.config_errors import Problem
 from pool.config_models import Settings
+from pool.descriptors import shortage
 
 
 def check_host(settings: Settings, host_memory_bytes: int) -> list[str]:
@@ -25,6 +26,8 @@ def check_host(settings: Settings, host_memory_bytes: int) -> list[str]:
                 "lower one of them, or set pool.overcommit = true",
             )
         )
+    if text := shortage(settings):
+        problems.append(Problem("pool.max_sandboxes", text))
     for index, spec in enumerate(sandbox.mounts):
         if text := _check_source(spec, sandbox.user):
             problems.append(Problem(f"sandbox.mounts[{index}]", text))

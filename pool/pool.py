@@ -40,6 +40,8 @@ from pool import events as ev
 from pool.audit import AuditEntry
 from pool.calls import checked_call, key_part, positive_seconds
 from pool.config import Settings
+from pool.config_errors import ConfigError, Problem
+from pool.descriptors import raise_limit, shortage
 from pool.events import Effect, Event, Refusal, SessionKey
 from pool.ledger import StateDirectory
 from pool.link import EngineLink, FindEngine
@@ -104,6 +106,9 @@ class SandboxPool:
         if self._entered:
             raise PoolClosed("a SandboxPool is used once; make a new one")
         self._entered = True
+        raise_limit()
+        if text := shortage(self.settings):
+            raise ConfigError([Problem("pool.max_sandboxes", text)])
         self._directory = StateDirectory.open(self.settings.pool.state_dir)
         self._log = log.bind(pool=self._directory.pool_id, name=self.settings.pool.name)
         self._tasks: TaskGroup = anyio.create_task_group()
@@ -244,6 +249,8 @@ class SandboxPool:
         uids = self.settings.sandbox.uid_range
         if most + policy.max_cold + 1 > uids.count:
             raise InvalidCall(f"max_sandboxes ({most}) is more than sandbox.uid_range ({uids}) has uids for")
+        if text := shortage(self.settings, most):
+            raise InvalidCall(text)
         self._say(self._log.info, "pool.resized", min_standby=standby, max_sandboxes=most)
         self.feed(ev.PolicyChanged(replace(policy, min_standby=standby, max_sandboxes=most)))
 

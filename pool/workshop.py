@@ -18,7 +18,6 @@ from executor.call import Call
 from executor.cold import ColdSpec, cold_call, has_python
 from executor.engine import ImageInfo, NameTaken
 from executor.log import get_logger
-from executor.outcome import NOT_FOUND
 from executor.profile import (
     LABEL_CONFIG,
     LABEL_INSTANCE,
@@ -317,12 +316,14 @@ class Workshop:
         """Run one call in a disposable container of its own."""
         link, began = self._require(), anyio.current_time()
         known = self._python.get(link.image.id)
-        result = await self._cold(link, call, setting, python=known is not False)
-        # In an image without python3 the container's init says so, and the call's status looks like the code's own.
-        if known is None and result.exit_code == NOT_FOUND and not await self._has_python(link):
-            left = call.timeout - (anyio.current_time() - began)
-            return await self._cold(link, call.within(max(0.001, left)), setting, python=False)
-        return result
+        try:
+            return await self._cold(link, call, setting, python=known is not False)
+        except ImageUnfit:
+            # Nothing has run. Where the image has no python3 a program needs none, and code is told so.
+            if known is not None or await self._has_python(link):
+                raise
+        left = call.timeout - (anyio.current_time() - began)
+        return await self._cold(link, call.within(max(0.001, left)), setting, python=False)
 
     async def _cold(self, link: Connection, call: Call, setting: ColdSetting | None, *, python: bool) -> CallResult:
         policy = self._user_policy
