@@ -53,4 +53,4 @@ def test_configuration_of_an_unknown_form_is_the_clients_to_tell(place: Path, te
 def test_context_of_an_unknown_form_is_named_without_its_endpoint(place: Path, meta: object) -> None:
     (place / "config.json").write_text(json.dumps({"currentContext": "odd\x1b[2J"}))
     context(place, "odd\x1b[2J", meta)
-    assert context_in_use() == "odd [2J"
+    assert context_in_use() == "odd\\x1b[2J"
