@@ -161,7 +161,7 @@ class SandboxPool:
         """A handle on the session ``(agent, session)``, once it owns a live sandbox: its own, or a standby, or a new one.
 
         Waits at most ``timeout`` seconds (default ``pool.acquire_timeout``), first come first served. Raises ``InvalidCall``,
-        ``PoolExhausted``, ``QuotaExceeded``, ``EngineUnavailable``, ``ImageMissing``, ``ProfileMismatch``, ``SandboxDied``
+        ``PoolExhausted``, ``QuotaExceeded``, ``EngineUnavailable``, ``ImageMissing``, ``ImageUnfit``, ``ProfileMismatch``, ``SandboxDied``
         (the session keeps dying), ``SessionClosed`` (it was closed while this waited) or ``PoolClosed``. Nothing ever runs anywhere weaker instead.
         """
         key = (key_part("agent", agent), key_part("session", session))

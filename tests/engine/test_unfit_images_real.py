@@ -118,39 +118,33 @@ async def test_python_that_is_a_wrapper_serves_where_it_execs_and_is_refused_whe
             pass
 
 
-@pytest.mark.parametrize(
-    ("source", "match"),
-    [
-        (None, "sandbox.preload: extra_module cannot be imported: ModuleNotFoundError"),
-        (
-            "raise RuntimeError('not today')",
-            "sandbox.preload: extra_module cannot be imported: RuntimeError.*not today",
-        ),
-        ("import sys; sys.exit(0)", "sandbox.preload: extra_module cannot be imported: SystemExit"),
-        (
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
-            "left a thread",
-        ),
-        ("import os; os._exit(3)", "ended before its first call.*sandbox.preload"),
-    ],
-    ids=["absent", "raises", "exits", "thread", "ends"],
-)
-async def test_preload_that_cannot_be_had_is_named_as_such(
-    real_engine: Room, tmp_path: Path, source: str | None, match: str
+PACKAGES = "usr/lib/python3/dist-packages"
+PRELOADS = {
+    "absent": (None, "sandbox.preload: absent cannot be imported: ModuleNotFoundError"),
+    "raises": (
+        "raise RuntimeError('not today')",
+        "sandbox.preload: raises cannot be imported: RuntimeError.*not today",
+    ),
+    "exits": ("import sys; sys.exit(0)", "sandbox.preload: exits cannot be imported: SystemExit"),
+    "threads": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+        "left a thread",
+    ),
+    "ends": ("import os; os._exit(3)", "before its first call.*sandbox.preload"),
+}
+CHATTY = "import os\nprint('loaded')\nos.write(1, b'raw')"
+
+
+async def test_preload_that_cannot_be_had_is_named_and_one_that_prints_is_no_word_of_the_runner(
+    real_engine: Room, tmp_path: Path
 ) -> None:
-    files = {} if source is None else {"usr/lib/python3/dist-packages/extra_module.py": source}
+    sources = {**{name: source for name, (source, _) in PRELOADS.items() if source}, "chatty": CHATTY}
+    files = {f"{PACKAGES}/{name}.py": source for name, source in sources.items()}
     image = await changed_image(real_engine, tmp_path, files)
-    with unfit(match):
-        async with real_engine.armed(image=image, preload=("extra_module",)):
-            pass
-
-
-async def test_preload_that_prints_is_no_word_of_the_runner(real_engine: Room, tmp_path: Path) -> None:
-    image = await changed_image(
-        real_engine,
-        tmp_path,
-        {"usr/lib/python3/dist-packages/chatty.py": "import os\nprint('loaded')\nos.write(1, b'raw')"},
-    )
+    for name, (_, match) in PRELOADS.items():
+        with unfit(match):
+            async with real_engine.armed(image=image, preload=(name,)):
+                pass
     async with real_engine.armed(image=image, preload=("chatty",)) as box:
         result = await box.call(Call(code="import chatty\nprint(1)"))
     assert (result.stdout, result.stderr) == (b"1\n", b"")
