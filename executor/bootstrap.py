@@ -63,7 +63,12 @@ def run_code(source, interpreter):
     # Out of the way of descriptors that are counted on to be free, and inherited by the interpreter.
     fd = fcntl.fcntl(low, fcntl.F_DUPFD, min(os.sysconf("SC_OPEN_MAX"), 1024) - 1)
     os.close(low)
-    os.execvp(sys.executable or "python3", [*interpreter, "/proc/%d/fd/%d" % (os.getpid(), fd)])  # noqa: S606
+    program = sys.executable or "python3"
+    try:
+        os.execvp(program, [*interpreter, "/proc/%d/fd/%d" % (os.getpid(), fd)])  # noqa: S606 - no shell is meant
+    except OSError as error:
+        os.write(2, os.fsencode("%s: %s\n" % (program, os.strerror(error.errno or 0))))
+        os._exit(CANNOT_RUN)
 
 
 def prove(expected):
