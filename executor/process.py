@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import anyio
 import anyio.lowlevel
-import structlog
 from anyio.abc import ByteReceiveStream, Process
 
 from executor import pidfd
+from executor.log import get_logger
 from executor.result import EngineFailed, EngineUnavailable
 
-log = structlog.get_logger("emberpool.engine")
+log = get_logger("emberpool.engine")
 
 READ_SIZE = 65_536
 
