@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 from executor.call import Call
-from executor.profile import ContainerProfile, Limits
+from executor.profile import PROXY_VARIABLES, ContainerProfile, Limits
 from executor.result import InvalidCall, ProfileMismatch, SandboxDied
 from executor.sandbox import start_sandbox
 from executor.seccomp import strict_profile
@@ -292,7 +292,8 @@ async def test_inspect_of_a_started_sandbox_matches_the_profile(real_engine: Roo
     assert config["User"] == f"{KEEPER}:{KEEPER}"
     assert config["WorkingDir"] == "/tmp"
     assert (config["Cmd"], config["Entrypoint"]) == (["sleep", "600"], None)
-    assert set(config["Env"]) == {*real_engine.image.env, "HOME=/tmp", "PYTHONDONTWRITEBYTECODE=1"}
+    own = {"HOME=/tmp", "PYTHONDONTWRITEBYTECODE=1", "LANG=C.UTF-8"}
+    assert set(config["Env"]) == {*real_engine.image.env, *own, *PROXY_VARIABLES}  # a bare name is one that it has not
     assert [(row["Source"], row["Destination"], row["RW"]) for row in facts["Mounts"]] == [
         (spec.staging, "/tool", False)
     ]
