@@ -61,7 +61,8 @@ class Call:
 
     ``env`` is added to what every call gets (``executor.profile.CALL_ENV``); it is the caller's explicit choice and nothing
     of the host's environment is ever added to it. ``timeout`` is seconds from the start of the call to its answer;
-    ``max_output`` is the bytes kept of each of stdout and stderr; ``cwd`` is where it begins. Raises ``InvalidCall`` naming the field.
+    ``max_output`` is the bytes kept of each of stdout and stderr; ``cwd`` is where it begins; ``unbuffered`` runs
+    ``code`` as ``python3 -u`` would, so that what it prints is sent at once. Raises ``InvalidCall`` naming the field.
     """
 
     argv: tuple[str, ...] = ()
@@ -72,6 +73,7 @@ class Call:
     max_output: int = 1_048_576
     max_input: int = 33_554_432
     cwd: str = CALL_ENV["HOME"]
+    unbuffered: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.argv, (tuple, list)):
@@ -85,6 +87,8 @@ class Call:
         total = _text_size("code", self.code or "") + len(self.stdin)
         if total > self.max_input:
             raise InvalidCall(f"code and stdin are {total} bytes together; at most {self.max_input} are taken")
+        if not isinstance(self.unbuffered, bool):
+            raise InvalidCall(f"unbuffered must be True or False, not {type(self.unbuffered).__name__}")
         if not _is_number(self.timeout) or not 0 < self.timeout < 1e9:
             raise InvalidCall(f"timeout must be above 0 seconds; it is {self.timeout!r:.40}")
         if not isinstance(self.max_output, int) or not _is_number(self.max_output) or self.max_output < 0:
@@ -124,7 +128,7 @@ class Call:
     def request(self) -> bytes:
         """What a runner's child is told to do: the length of what is unusual about the call and of its code (4 bytes each),
         then both. Unusual is all but code that adds nothing to the base environment: a JSON object with ``env``, ``cwd``,
-        ``argv`` or ``interpreter``."""
+        ``argv``, ``interpreter`` or ``unbuffered``."""
         unusual: dict[str, Any] = {}
         if self.cwd != CALL_ENV["HOME"]:
             unusual["cwd"] = self.cwd
@@ -133,10 +137,15 @@ class Call:
         if self.code is None:
             unusual["argv"] = list(self.argv)
         elif interpreter := _interpreter(self.env):
-            unusual["interpreter"] = interpreter
+            unusual["interpreter"] = self._options(interpreter)
+        elif self.unbuffered:
+            unusual["unbuffered"] = True
         more = json.dumps(unusual).encode("ascii") if unusual else b""
         code = (self.code or "").encode("utf-8")
         return struct.pack(">II", len(more), len(code)) + more + code
+
+    def _options(self, interpreter: list[str]) -> list[str]:
+        return [*interpreter, *["-u"] * self.unbuffered]
 
     def payload(self, image_env: Iterable[str] = (), *, witness: str = "") -> bytes:
         """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed.
@@ -145,7 +154,8 @@ class Call:
         """
         env = "\0".join(f"{key}={value}" for key, value in {**base_env(image_env), **self.env}.items())
         body = self.code if self.code is not None else "\0".join(self.argv)
-        fields = (f"{self.cwd}\0{self.kind}\0{witness}", env, body)
+        interpreter = self._options(_interpreter(self.env) or ["python3", "-I", "-B"])
+        fields = ("\0".join((self.cwd, self.kind, witness, *interpreter)), env, body)
         return _frame(_program()) + b"".join(_frame(text.encode("utf-8")) for text in fields)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import anyio
@@ -21,8 +22,9 @@ from executor.outcome import (
     never_began,
     unproven,
 )
+from executor.printable import printable
 from executor.profile import ContainerProfile, Identity
-from executor.result import CallResult, EmberpoolError, EngineUnavailable, SandboxDied
+from executor.result import CallResult, EmberpoolError, EngineUnavailable, ImageUnfit, ProfileMismatch, SandboxDied
 from executor.verify import require_no_volumes
 from executor.watch import EventHub, Watch
 
@@ -33,6 +35,15 @@ PROBE_TIMEOUT = 30.0
 GONE_PATIENCE = 2.0
 RUN_FAILED = 125
 """The status with which an engine's `run` says that it made no container, or could not start it."""
+
+
+PYTHON_NEEDS = ("ctypes", "fcntl", "json", "resource", "select", "signal")
+"""Modules that the runner needs and that a small image can lack."""
+OLDEST_PYTHON = (3, 8)
+PYTHON_MARK = "emberpool: python "
+PYTHON_PROBE = f"import sys, {', '.join(PYTHON_NEEDS)}\nprint('{PYTHON_MARK}%d %d' % sys.version_info[:2])"
+"""What an image's python3 is tried with; older versions than 3.8 can read it too."""
+_PYTHON_ANSWER = re.compile(b"(.*)" + PYTHON_MARK.encode() + rb"(\d{1,4}) (\d{1,4})\n(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +57,36 @@ class ColdSpec:
 
 
 async def has_python(engine: Engine, hub: EventHub, spec: ColdSpec) -> bool:
-    """Whether the image has a ``python3``, found out in a disposable container. Raises what ``cold_call`` raises."""
+    """Whether the image has a ``python3``, found out in a disposable container.
+
+    Raises ``ImageUnfit`` where it has one that no call can be given to, and what ``cold_call`` raises.
+    """
     probe = replace(spec, python=False)
-    done = await cold_call(
-        engine, hub, probe, Call(argv=("python3", "-I", "-B", "-c", "print(1)"), timeout=PROBE_TIMEOUT)
-    )
+    call = Call(argv=("python3", "-I", "-B", "-c", PYTHON_PROBE), timeout=PROBE_TIMEOUT, max_output=65_536)
+    return judge_python(await cold_call(engine, hub, probe, call))
+
+
+def judge_python(done: CallResult) -> bool:
+    """What the end of a container that ran ``PYTHON_PROBE`` says of an image, as ``has_python`` returns or raises it."""
     if done.timed_out:
         raise EngineUnavailable(f"the image's python3 did not answer within {PROBE_TIMEOUT:g} s")
-    return done.stdout == b"1\n"
+    if done.exit_code == NOT_FOUND:
+        return False
+    if done.exit_code == 0 and (answer := _PYTHON_ANSWER.fullmatch(done.stdout)):
+        said, found = answer[1] + answer[4], (int(answer[2]), int(answer[3]))
+        if found < OLDEST_PYTHON:
+            wanted = ".".join(map(str, OLDEST_PYTHON))
+            raise ImageUnfit(f"the image's python3 is {'.'.join(map(str, found))}; calls need {wanted} or newer")
+        if said:
+            text = printable(said)[:200]
+            raise ImageUnfit(
+                f"the image's python3 prints something of its own, which would be taken for a call's output: {text!r}; remove "
+                "that from its wrapper or its site-packages"
+            )
+        return True
+    how = "out of memory (sandbox.memory_mb)" if done.oom_killed else f"exit status {done.exit_code}"
+    text = printable(done.stderr)[-400:] or printable(done.stdout)[-400:]
+    raise ImageUnfit(f"the image's python3 cannot carry calls out, {how}: {text}")
 
 
 async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -> CallResult:
@@ -100,7 +133,8 @@ def _outcome(end: Attached, watch: Watch, spec: ColdSpec, *, connected: bool) ->
         raise SandboxDied("the container was killed under the cold call", cause="killed")
     if watch.exit_code is not None and watch.started:
         if not oom and (error := unproven(end)):
-            raise error
+            # Nothing but the image's own programs has run in there.
+            raise error if isinstance(error, ProfileMismatch) else ImageUnfit(str(error))
         limits, cpus = spec.profile.limits, max(1.0, spec.profile.cpus or 1.0)
         cpu = limits.cpu_seconds is not None and end.duration * cpus >= limits.cpu_seconds
         return exec_result(end, exit_code=watch.exit_code, oom=oom, cpu=cpu and watch.exit_code == LIMIT_SIGNAL_CODE)

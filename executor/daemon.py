@@ -67,7 +67,7 @@ def spawn(argv: tuple[str, ...], paths: EnginePaths, env: dict[str, str]) -> Sta
         ],
         setsid=True,
         setsigmask=(),
-        setsigdef=(signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM),
+        setsigdef=(signal.SIGPIPE, signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGCHLD),
     )
     started = Started(pid=pid, start_time=start_time(pid), boot_id=boot_id(), argv=argv)
     write_started(paths.started_file, started)

@@ -24,7 +24,7 @@ from executor.log import get_logger
 from executor.paths import engine_paths
 from executor.printable import printable
 from executor.process import Finished
-from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ProfileMismatch
+from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ImageUnfit, ProfileMismatch
 
 log = get_logger("emberpool.engine")
 
@@ -51,6 +51,7 @@ _SIGNS: tuple[tuple[type[EmberpoolError], tuple[str, ...]], ...] = (
     (NameTaken, ("is already in use by container", "the container name is already in use", "that name is already in use")),
     (ImageMissing, ("no such image", "unable to find image", "image not known", "not found: does not exist or no pull access")),
     (ContainerGone, ("no such container", "no container with name or id", "is not running", "can only kill running containers", "can only create exec sessions on running")),
+    (ImageUnfit, ("executable file not found in $path", "exec format error", "unable to start container process: exec:", "starting container process caused: exec:", "unsatisfiable platform")),
     (ProfileMismatch, ("unknown or invalid runtime name", "unknown flag", "unknown runtime specified", "default oci runtime", "invalid runtime", "does not support")),
 )  # fmt: skip
 
@@ -58,16 +59,21 @@ _SIGNS: tuple[tuple[type[EmberpoolError], tuple[str, ...]], ...] = (
 def _pull_failed(stderr: bytes, code: int, doing: str) -> EmberpoolError:
     """The error of a pull. A daemon that says so itself was reached: what could not be is the registry."""
     error = classify(stderr, code, doing)
-    said = printable(stderr, limit=300)
+    said = shortened(printable(stderr))
     if isinstance(error, EngineUnavailable) and b"Error response from daemon" in stderr:
         return EngineFailed(f"{doing}: its registry cannot be reached ({said}); check the image's name and the network")
     return error
 
 
+def shortened(text: str, ends: int = 1_000) -> str:
+    """``text`` without its middle where it is long: engines name the operation first and the cause last."""
+    return text if len(text) <= 2 * ends else f"{text[:ends]} [...] {text[-ends:]}"
+
+
 def classify(stderr: bytes, code: int, doing: str) -> EmberpoolError:
     """Turn what an engine client printed on failure into one typed error. Total: every input gets one."""
     text = printable(stderr)
-    short = printable(text, limit=300) or f"exit status {code} and no message"
+    short = shortened(text) or f"exit status {code} and no message"
     lowered = text.lower()
     for kind, signs in _SIGNS:
         if any(sign in lowered for sign in signs):

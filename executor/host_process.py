@@ -19,7 +19,7 @@ import anyio
 
 from executor.family import Family
 from executor.log import get_logger
-from executor.process import READ_SIZE, Capped
+from executor.process import READ_SIZE, Capped, heed_children
 from executor.result import EngineFailed
 
 if sys.platform != "win32":
@@ -116,6 +116,7 @@ class _Pipes:
         (self.stdout, out), (self.stderr, err), (self.said, tell) = self._pair(), self._pair(), self._pair()
         for fd in (self.stdin, self.stdout, self.stderr, self.said):
             os.set_blocking(fd, False)
+        heed_children()
         child = subprocess.Popen(
             list(argv(tell)), stdin=inner_in, stdout=out, stderr=err, pass_fds=(tell,), cwd=cwd,
             start_new_session=True,

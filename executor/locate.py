@@ -6,14 +6,19 @@ does not answer, that is an error and never a reason to run elsewhere.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from executor.docker import CommandLineEngine, Endpoint
 from executor.engine import EngineInfo
 from executor.log import get_logger
 from executor.paths import ENGINE_HOME, EnginePaths, engine_paths
+from executor.printable import printable
 from executor.result import EmberpoolError, EngineUnavailable
 
 log = get_logger("emberpool.engine")
@@ -41,13 +46,36 @@ def candidates(binary: str = "") -> Iterator[Endpoint]:
             yield Endpoint(docker, env=(("DOCKER_HOST", host),), found=f"DOCKER_HOST={host}", private=private)
             return
         context = os.environ.get("DOCKER_CONTEXT", "")
-        yield Endpoint(docker, found=f"docker context {context or 'in use'}")
+        yield Endpoint(docker, found=f"docker context {context_in_use()}")
         if context:
             return
         if engine_paths().socket.exists():
             yield private_endpoint(engine_paths())
     if podman and shutil.which(podman):
         yield Endpoint(podman, kind="podman", found="podman")
+
+
+def context_in_use() -> str:
+    """The context that a docker client uses here, and where it leads, as the client's own configuration says."""
+    place = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    name = os.environ.get("DOCKER_CONTEXT") or str(_object(place / "config.json").get("currentContext") or "default")
+    if name == "default":
+        return name
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
+    try:
+        host = _object(place / "contexts" / "meta" / digest / "meta.json")["Endpoints"]["docker"]["Host"]
+    except (LookupError, TypeError):
+        return printable(name)
+    return printable(f"{name} ({host})")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object in a file; empty where there is none. The client says itself what is wrong with it."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 async def find_engine(binary: str = "") -> tuple[CommandLineEngine, EngineInfo]:

@@ -10,14 +10,21 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import anyio
+import anyio.lowlevel
 from anyio.abc import ByteReceiveStream, Process
 
+from executor import pidfd
+from executor.log import get_logger
 from executor.result import EngineFailed, EngineUnavailable
+
+log = get_logger("emberpool.engine")
 
 READ_SIZE = 65_536
 
@@ -59,16 +66,23 @@ async def client(
     is dead and reaped once the block is left."""
     # Starting is short and must not be torn: a cancel between fork and hand-over would leak the child.
     with anyio.CancelScope(shield=True):
+        heed_children()
+        errors = subprocess.PIPE if stderr else subprocess.DEVNULL
+        process: Process
         try:
-            process = await anyio.open_process(
-                list(argv),
-                stdin=stdin,
-                stdout=stdout,
-                stderr=subprocess.PIPE if stderr else subprocess.DEVNULL,
-                env=dict(env),
-                start_new_session=True,
-                cwd="/",
-            )
+            if pidfd.supported():
+                process = pidfd.start(argv, env, stdin=stdin, stdout=stdout, stderr=errors, cwd="/")
+                await anyio.lowlevel.checkpoint()
+            else:
+                process = await anyio.open_process(
+                    list(argv),
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=errors,
+                    env=dict(env),
+                    start_new_session=True,
+                    cwd="/",
+                )
         except FileNotFoundError as error:
             raise EngineUnavailable(
                 f"there is no {argv[0]!r} command on this machine; `emberpool engine up` helps"
@@ -82,6 +96,23 @@ async def client(
             kill(process)
             await process.wait()
             await process.aclose()
+
+
+def heed_children() -> None:
+    """Undo an ignored SIGCHLD, which a process inherits from whoever starts it: under it the kernel tells nobody how a child
+    ended, and every command of the engine would seem to fail.
+
+    Only a program's main thread can; from another one this raises ``EngineUnavailable``.
+    """
+    if sys.platform == "win32" or signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise EngineUnavailable(
+            "SIGCHLD is ignored in this process, so that nobody can know how a command ended; in its main thread call "
+            "signal.signal(signal.SIGCHLD, signal.SIG_DFL) first"
+        )
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log.warning("process.sigchld_was_ignored", now="default")
 
 
 def not_started(command: str, error: OSError) -> EngineUnavailable:
@@ -177,6 +208,9 @@ def kill(process: Process) -> None:
     """SIGKILL a client. Not by ``Process.kill`` where there is another way: that may reap the process behind the back of
     asyncio's own watcher, which then knows no exit status."""
     if process.returncode is not None:
+        return
+    if isinstance(process, pidfd.PidfdProcess):
+        process.kill()
         return
     try:
         handle = os.pidfd_open(process.pid)

@@ -24,10 +24,16 @@ _MOUNT_OPTIONS = frozenset({"ro", "rw", "z", "Z", "private", "rprivate"})
 WRITABLE_BESIDES_TMP = ("/dev/shm", "/dev/mqueue")  # noqa: S108 - names, not a use of them
 """Writable under a read-only root in every container; multiprocessing needs the first. Counted in the memory limit."""
 
-BASE_ENV = {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1"}  # noqa: S108 - the container's own /tmp
-"""What every container's environment holds besides the image's own."""
+BASE_ENV = {"HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", "LANG": "C.UTF-8"}  # noqa: S108 - the container's own /tmp
+"""What every container's environment holds besides the image's own. ``LANG``: an interpreter takes its encodings from the
+locale that it starts in."""
 
-CALL_ENV = {**BASE_ENV, "USER": "sandbox", "LOGNAME": "sandbox", "LANG": "C.UTF-8"}
+PROXY_VARIABLES = tuple(
+    form(f"{kind}_proxy") for kind in ("http", "https", "ftp", "no", "all") for form in (str.upper, str.lower)
+)
+"""What a docker client adds to every container that it starts, where ``proxies`` in its ``config.json`` says so."""
+
+CALL_ENV = {**BASE_ENV, "USER": "sandbox", "LOGNAME": "sandbox"}
 """What every call's environment starts from: the calls' uid has no passwd entry, and ``getpass.getuser()`` needs one."""
 
 LABEL_POOL, LABEL_INSTANCE, LABEL_CONFIG, LABEL_KIND = (
@@ -78,7 +84,8 @@ class ContainerProfile:
     absolute target, options) and nothing is mounted implicitly. ``env`` holds ``KEY=VALUE`` that the caller has already
     filtered; it shows in the engine's client argv, so it is for the profile's own variables: a call's environment travels
     by stdin. ``seccomp`` is ``"strict"`` (our own profile, see ``executor.seccomp``), ``"engine"`` (the engine's default), or
-    the absolute path of another profile. Source: memo 3.1 and 3.2.
+    the absolute path of another profile. ``tmp_owned``: the engine can give ``/tmp`` to a uid.
+    Source: memo 3.1 and 3.2.
     """
 
     network: str = "none"
@@ -94,6 +101,7 @@ class ContainerProfile:
     runtime: str = ""
     seccomp: str = "strict"
     cgroup_parent: str = ""
+    tmp_owned: bool = True
 
     def __post_init__(self) -> None:
         if not _WORD.match(self.network):
@@ -144,11 +152,14 @@ class ContainerProfile:
         additions = ["--entrypoint", "", *_identity_args(identity), "--init"]
         if env_file:
             additions += ["--env-file", env_file]
-        return [*self._flags(), *additions, *self._tail(image, argv)]
+        return [*self._flags(self.user), *additions, *self._tail(image, argv)]
 
-    def sandbox_args(self, image: str, *, identity: Identity, staging: str, lifetime: float) -> list[str]:
+    def sandbox_args(
+        self, image: str, *, identity: Identity, staging: str, lifetime: float, calls: str = ""
+    ) -> list[str]:
         """The argv of a detached session sandbox whose PID 1 ends by itself after ``lifetime`` seconds.
 
+        ``calls`` is the calls' ``uid:gid``, who own ``/tmp``.
         ``staging`` is the host directory that appears read-only at ``/tool``; it must exist (``--mount`` refuses a
         missing source, where ``-v`` would create one silently).
         """
@@ -164,13 +175,23 @@ class ContainerProfile:
             "--mount",
             f'type=bind,"source={source}",target=/tool,readonly',
         ]
-        return [*self._flags(), *additions, *self._tail(image, ("sleep", str(max(1, round(lifetime)))))]
+        return [*self._flags(calls), *additions, *self._tail(image, ("sleep", str(max(1, round(lifetime)))))]
 
-    def _flags(self) -> list[str]:
+    def tmp_owner(self, calls: str) -> tuple[str, str] | None:
+        """uid and gid that ``/tmp`` is given to, where the calls' user is told by numbers and the engine can do it."""
+        uid, _, gid = calls.partition(":")
+        return (uid, gid) if self.tmp_owned and uid.isdecimal() and gid.isdecimal() else None
+
+    def _flags(self, calls: str) -> list[str]:
         limits = self.limits
         args = ["run", "--rm", "-i", "--network", self.network, "--read-only", "--cap-drop", "ALL"]
         args += ["--security-opt", "no-new-privileges", "--pids-limit", str(self.pids)]
-        args += ["--tmpfs", f"/tmp:rw,noexec,nosuid,size={self.tmpfs_mb}m"]  # noqa: S108 - the container's own /tmp
+        tmpfs = f"/tmp:rw,noexec,nosuid,size={self.tmpfs_mb}m,mode=1777"  # noqa: S108 - the container's own /tmp
+        # An older runc gives it the mode of the image's directory all the same, and the engine makes a missing one with
+        # 0755 for the sake of `--workdir`: so it belongs to the calls.
+        if owner := self.tmp_owner(calls):
+            tmpfs += ",uid={},gid={}".format(*owner)
+        args += ["--tmpfs", tmpfs]
         for spec in self.mounts:
             args += ["-v", spec]
         args += ["--workdir", self.workdir]
@@ -208,6 +229,11 @@ class ContainerProfile:
         args: list[str] = []
         for item in self.env:
             args += ["--env", item]
+        own = {item.partition("=")[0] for item in self.env}
+        for name in PROXY_VARIABLES:
+            if name not in own:
+                # A name without a value takes away what the client's own configuration would add, a password perhaps.
+                args += ["--env", name]
         return [*args, image, *argv]
 
 

@@ -99,6 +99,12 @@ class ImageMissing(EmberpoolError):
     reason = "image_missing"
 
 
+class ImageUnfit(EmberpoolError):
+    """The image cannot be a sandbox, or lacks what the configuration asks of it; the message names what is wrong."""
+
+    reason = "image_unfit"
+
+
 class ProfileMismatch(EmberpoolError):
     """The boundary is weaker than the profile asks, or cannot be read back."""
 

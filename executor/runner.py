@@ -110,6 +110,9 @@ class Libc:
         self._clone, self._pause = libc.clone, ctypes.cast(libc.pause, ctypes.c_void_p)
         self._stack = ctypes.create_string_buffer(self.STACK)
         self._stack_top = ctypes.c_void_p((ctypes.addressof(self._stack) + self.STACK - 64) & ~15)
+        self._setvbuf = libc.setvbuf
+        self._setvbuf.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+        self._streams = [ctypes.c_void_p.in_dll(libc, name).value for name in ("stdin", "stdout", "stderr")]
         self.run_file = ctypes.pythonapi.PyRun_SimpleFileExFlags
         self.run_file.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p)
 
@@ -157,6 +160,11 @@ class Libc:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self._clone(self._pause, self._stack_top, self.CLONE_VM | self.CLONE_PARENT | signal.SIGCHLD, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def unbuffer(self):
+        """Let C's own streams write at once, as the interpreter does with -u."""
+        for stream in self._streams:
+            self._setvbuf(stream, None, 2, 0)
 
     def file(self, fd):
         """A C stream for reading a descriptor."""
@@ -1044,12 +1052,24 @@ class Prepared:
             refuse("the call's code", error)
         if request.get("interpreter"):
             replace(sys.executable or "python3", request["interpreter"] + [self.name])
+        if request.get("unbuffered"):
+            self.unbuffer()
         main = sys.modules["__main__"] = type(sys)("__main__")
         main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"])
         self._libc.deepen()
         gc.freeze()  # what is young now is not the call's
         gc.unfreeze()
         gc.enable()
+
+    def unbuffer(self):
+        """Turn the standard streams into those of ``python3 -u``; the same objects, as others may hold them already."""
+        self._libc.unbuffer()
+        sys.stdin.reconfigure(write_through=True)
+        for stream in (sys.stdout, sys.stderr):
+            encoding, errors = stream.encoding, stream.errors
+            stream.__init__(stream.detach().detach(), encoding, errors, "\n", write_through=True)
+        if hasattr(sys, "orig_argv"):
+            sys.orig_argv.insert(3, "-u")
 
     def finish(self):
         """The caller's code has ended, and an error of it was shown: leave, at once where nobody could tell."""
@@ -1270,7 +1290,7 @@ def run(config):
         dumpable, subreaper = libc.protect()
     except Exception as error:  # without ctypes the runner cannot protect itself, and says so
         libc, dumpable, subreaper = None, False, False
-        config["problem"] = repr(error)
+        config["problem"] = "the image's python3 has not what a runner needs: %r" % error
     runner = Runner(config, libc)
     # Beside other runners the count of processes has no resting value.
     resting = None if config["shared"] else runner.cgroup.pids()
@@ -1282,6 +1302,7 @@ def run(config):
         "subreaper": subreaper,
         "alone": runner.alone(),
         "python": sys.version.split()[0],
+        "parent": parent(),
         "problem": config.get("problem", ""),
         "witness": witness(),
     }
@@ -1291,7 +1312,7 @@ def run(config):
         if child is None:
             return become(libc, config, hidden=config["shared"])
         if not runner.practise(child):
-            facts["problem"] = "a first call failed"
+            facts["problem"] = "a first call failed, under the limits of [sandbox]"
     runner.send(HELLO, json.dumps(facts).encode("ascii"))
     if libc is None:
         runner.flush_all()
@@ -1366,6 +1387,12 @@ def run(config):
     os._exit(0)
 
 
+def parent():
+    """The command of the process that started this one in here, empty where the engine did."""
+    pid = os.getppid()
+    return read_file("/proc/%d/cmdline" % pid).replace(b"\0", b" ").decode("utf-8", "replace") or "?" if pid else ""
+
+
 def become(libc, config, hidden=False, beside=False):
     """In the child: be prepared for the call.
 
@@ -1388,14 +1415,20 @@ def warm_up(preload, facts):
         del sys.modules[name]
     for path in set(sys.path_importer_cache) - BASELINE_PATHS:
         del sys.path_importer_cache[path]
+    # What a module prints is not for the host, which reads frames there.
+    kept = os.dup(1)
+    os.dup2(2, 1)
     for name in preload:
         try:
             __import__(name)
         except BaseException as error:
-            facts["problem"] = "preload %s: %r" % (name, error)
+            facts["problem"] = facts["problem"] or "sandbox.preload: %s cannot be imported: %r" % (name, error)
+    sys.stdout.flush()
+    os.dup2(kept, 1)
+    os.close(kept)
     KEPT.update(sys.modules)
     if len(os.listdir("/proc/self/task")) > 1:
-        facts["problem"] = "a preloaded module left a thread"
+        facts["problem"] = "sandbox.preload: a module left a thread, with which no call can be forked"
     gc.collect()
     gc.disable()
     gc.freeze()

@@ -17,7 +17,15 @@ from executor.log import get_logger
 from executor.news import News
 from executor.printable import printable
 from executor.profile import CALL_ENV, exec_args
-from executor.result import CallResult, DeathCause, EmberpoolError, EngineUnavailable, SandboxDied, SessionBusy
+from executor.result import (
+    CallResult,
+    DeathCause,
+    EmberpoolError,
+    EngineUnavailable,
+    ImageUnfit,
+    SandboxDied,
+    SessionBusy,
+)
 from executor.stream import Sink
 from executor.watch import EventHub, ExecWatch, Watch
 
@@ -78,6 +86,7 @@ class Runners:
         self._place = place
         self._lanes: list[ArmedRunner | None] = [None] * place.parallel
         self._killed, self._fruitless, self._untrusted = "", 0, False
+        self._greeted = False  # whether any runner has come as far as its hello
         self._changed = News()
 
     def close(self) -> None:
@@ -125,9 +134,11 @@ class Runners:
                     self._place.check(runner.facts)
                 except EmberpoolError as error:
                     self.problem = error
+                    if isinstance(error, ImageUnfit) and self._greeted:  # it was fit before the session's code ran
+                        self.problem = SandboxDied(str(error), cause="runner", started=False)
                     runner.scope.cancel()
                     return
-                runner.vouched = True
+                runner.vouched = self._greeted = True
                 self._fruitless = 0
                 self._changed.tell()
             if state is RunnerState.CLEANING and self._place.config.shared:
@@ -248,6 +259,18 @@ class Runners:
         cause, reason = cause_of(runner), runner.problem or f"the runner ended while {runner.last.value}"
         if not runner.problem and (place.watch.engine_lost or not place.hub.connected):
             cause, reason = "engine", f"{reason}, and the engine's events with it"
+        if (
+            self.problem is None
+            and not runner.problem
+            and not self._greeted
+            and expected.exit_code not in (None, KILL_CODE)
+        ):
+            # Nobody's code but the image's own has run here yet.
+            said = printable(bytes(runner.stderr.kept))[-400:]
+            self.problem = ImageUnfit(
+                f"the runner ended before its first call (exit status {expected.exit_code}): the image's python3, or a "
+                f"module of sandbox.preload, ends by itself{f'; it said: {said}' if said else ''}"
+            )
         if self.problem is None:
             self.problem = SandboxDied(
                 f"the sandbox's runner cannot be trusted any more: {reason}", cause=cause, started=False

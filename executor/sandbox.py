@@ -21,12 +21,14 @@ from executor.engine import ContainerGone, Engine, ImageInfo
 from executor.log import get_logger
 from executor.outcome import CANNOT_RUN
 from executor.plain import PlainExec
+from executor.printable import printable
 from executor.profile import ContainerProfile, Identity, exec_args
 from executor.result import (
     CallResult,
     EmberpoolError,
     EngineFailed,
     EngineUnavailable,
+    ImageUnfit,
     InvalidCall,
     ProfileMismatch,
     SandboxDied,
@@ -54,6 +56,8 @@ PROBE_TIMEOUT = 15.0
 TOOL_PLACE = "/tool"
 WITNESS_FILE = "witness"
 KILL_TIMEOUT = 5.0
+EVENT_PATIENCE = 0.3
+"""Seconds to wait, once a start has failed, for the event that says that its container has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +220,14 @@ class Sandbox:
 
     def _check_hello(self, facts: dict[str, object]) -> None:
         spec, files = self._spec, facts.get("files")
+        # First, and before any call of the session: without what it lacks, a runner cannot protect itself either.
+        if isinstance(problem := facts.get("problem"), str) and problem:
+            raise ImageUnfit(f"no call can be given to this image as it is configured: {printable(problem, limit=600)}")
+        if isinstance(parent := facts.get("parent"), str) and parent:
+            raise ImageUnfit(
+                f"the image's python3 is a wrapper that stays beside the interpreter ({printable(parent, limit=200)}); "
+                "let it exec the interpreter, or put the interpreter itself on the PATH"
+            )
         own = [
             Finding(point, wanted, found, "equal" if type(found) is type(wanted) and found == wanted else "weaker")
             for point, key, wanted in (
@@ -281,16 +293,38 @@ async def start_sandbox(
 
     With ``tasks``, calls go to runners that a task of that group keeps armed until the sandbox is let go; without, and in
     an image without Python, they go by plain exec. ``created`` is told the container's full ID as soon as it is known.
-    On any error or cancel the container may exist: its owner removes it by name. Raises ``ImageMissing``,
+    On any error or cancel the container may exist: its owner removes it by name. Raises ``ImageMissing``, ``ImageUnfit``,
     ``ProfileMismatch``, ``EngineUnavailable``.
     """
     require_no_volumes(spec.image)
     hub.watch(spec.identity.name)
     args = spec.profile.sandbox_args(
-        spec.image.id, identity=spec.identity, staging=spec.staging, lifetime=spec.lifetime
+        spec.image.id, identity=spec.identity, staging=spec.staging, lifetime=spec.lifetime, calls=spec.user
     )
     container = await engine.start(args)
     created(container)
+    try:
+        return await _verified(engine, hub, spec, container, python, tasks)
+    except (EngineUnavailable, SandboxDied) as error:
+        if (status := await _ended_by_itself(hub.watch(spec.identity.name))) is not None:
+            raise ImageUnfit(
+                f"the image's `sleep`, which keeps a sandbox running, ended at once with exit status {status} "
+                "(127: there is none, 126: it cannot be run); put one on the image's PATH"
+            ) from error
+        raise
+
+
+async def _ended_by_itself(watch: Watch) -> int | None:
+    """The exit status of a container's PID 1 where it has just ended and nobody killed it."""
+    with anyio.move_on_after(EVENT_PATIENCE):
+        await watch.died.wait()
+    killed = watch.killed or watch.ooms or watch.exit_code in (137, 143)
+    return None if killed else watch.exit_code
+
+
+async def _verified(
+    engine: Engine, hub: EventHub, spec: SandboxSpec, container: str, python: bool | None, tasks: TaskGroup | None
+) -> Sandbox:
     await _check_record(engine, spec, container)
     if python and tasks is not None:
         return await _armed(engine, hub, spec, container, tasks)
@@ -302,8 +336,11 @@ async def start_sandbox(
         )
     )  # fmt: skip
     if python is None:
-        answer = await _ask_inside(engine, hub, spec, ("python3", "-I", "-B", "-c", "print(1)"))
-        python = bytes(answer.stdout.kept) == b"1\n"
+        try:
+            answer = await _ask_inside(engine, hub, spec, ("python3", "-I", "-B", "-c", "print(1)"))
+            python = bytes(answer.stdout.kept) == b"1\n"
+        except ImageUnfit:
+            python = False
     return Sandbox(engine, hub, spec, container, python=python)
 
 

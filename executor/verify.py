@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from executor.engine import ImageInfo
-from executor.profile import WRITABLE_BESIDES_TMP, ContainerProfile
+from executor.profile import PROXY_VARIABLES, WRITABLE_BESIDES_TMP, ContainerProfile
 from executor.result import ProfileMismatch
 from executor.seccomp import WITNESS_ERRNO, strict_profile
 
@@ -157,7 +157,8 @@ def _inspect_points(
         if row["Type"] != "tmpfs"
     )
     yield point("mounts", wanted_mounts, found_mounts)
-    known = {*image.env, *profile.env}
+    # A name without a value is one that the container does not have.
+    known = {*image.env, *profile.env, *PROXY_VARIABLES}
     foreign = sorted(item.partition("=")[0] for item in config["Env"] or () if item not in known and not _own_env(item))
     yield point("environment besides the image's and the profile's", [], foreign)
     missing = sorted(key for key, value in labels.items() if (config["Labels"] or {}).get(key) != value)
@@ -257,6 +258,12 @@ def _inside_points(files: Mapping[str, str], profile: ContainerProfile, user: st
     tmp = mounts.get("/tmp", frozenset())  # noqa: S108 - the container's own /tmp
     yield point("tmpfs inside", ["noexec", "nosuid", "rw"], sorted(tmp & {"noexec", "nosuid", "rw"}))
     yield point("tmpfs size", f"size={profile.tmpfs_mb * 1024}k", next((o for o in tmp if o.startswith("size=")), None))
+    # The kernel shows a mode only where it is not the usual one.
+    mode = next((option for option in tmp if option.startswith("mode=")), "mode=1777")
+    yield point("tmpfs mode", "mode=1777", mode)
+    if owner := profile.tmp_owner(user):
+        told = dict(option.split("=", 1) for option in tmp if "=" in option)
+        yield point("tmpfs owner", owner, (told.get("uid"), told.get("gid")))
     # The root has a point of its own.
     mine = {target for _, target, writable in mount_facts(profile, "") if writable} | {"/tmp", "/"}  # noqa: S108
     writable = sorted(
@@ -289,7 +296,9 @@ def _mount_rows(text: str) -> Iterator[tuple[str, frozenset[str]]]:
         # The engine masks a file by mounting its /dev/null over it.
         if fields[3] == "/null":
             options.add("masked")
-        options |= {option for option in super_options.split(",") if option.startswith("size=")}
+        options |= {
+            option for option in super_options.split(",") if option.startswith(("size=", "mode=", "uid=", "gid="))
+        }
         yield place, frozenset(options)
 
 

@@ -25,6 +25,7 @@ def checked_call(
     env: Mapping[str, str] | None,
     timeout: float | None,
     max_output: int | None,
+    unbuffered: bool | None = None,
 ) -> Call:
     """A call under the configuration's ceilings, those of ``agent`` where it has its own. Raises ``InvalidCall``."""
     limits = ceilings(settings, agent)
@@ -49,6 +50,7 @@ def checked_call(
         timeout=wanted,
         max_output=kept,
         max_input=settings.call.max_input,
+        unbuffered=settings.call.unbuffered if unbuffered is None else unbuffered,
     )
     check_code(call, settings.sandbox.file_size_mb)
     return call

@@ -54,7 +54,11 @@ def host_checks(settings: Settings) -> list[Check]:
     ]
     if problems:
         return [Check("host", "fail", printable(text), "correct the configuration or the host") for text in problems]
-    return [Check("host", "ok", "mount sources, seccomp profile and engine command of the configuration are there")]
+    return [
+        Check(
+            "host", "ok", "mount sources, seccomp profile, engine command and open files of the configuration are there"
+        )
+    ]
 
 
 def tools_check(settings: Settings) -> Check:

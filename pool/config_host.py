@@ -9,6 +9,7 @@ from pathlib import Path
 from executor.printable import printable
 from pool.config_errors import ConfigError, Problem
 from pool.config_models import Settings
+from pool.descriptors import shortage
 
 
 def check_host(settings: Settings, host_memory_bytes: int) -> list[str]:
@@ -17,6 +18,8 @@ def check_host(settings: Settings, host_memory_bytes: int) -> list[str]:
     problems: list[Problem] = []
     if text := memory_problem(settings, host_memory_bytes):
         problems.append(Problem("sandbox.memory_mb", text))
+    if text := shortage(settings):
+        problems.append(Problem("pool.max_sandboxes", text))
     for index, spec in enumerate(sandbox.mounts):
         if text := _check_source(spec, sandbox.user):
             problems.append(Problem(f"sandbox.mounts[{index}]", text))

@@ -209,6 +209,7 @@ class CallSettings(Section):
     parallel: int = Field(default=1, ge=1, le=64)
     max_input: Size = 32_000_000
     max_output: Size = 1_048_576
+    unbuffered: bool = False
 
 
 class Settings(Section):

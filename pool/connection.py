@@ -41,6 +41,7 @@ def shared_profile(settings: Settings, info: EngineInfo, pool_id: str) -> Contai
         cpus=box.cpus,
         runtime=box.runtime,
         seccomp=box.seccomp,
+        tmp_owned=info.kind != "podman",  # which refuses the words for it
         cgroup_parent="" if info.rootless else parent.get(info.cgroup_driver, ""),
     )
 

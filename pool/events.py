@@ -19,6 +19,7 @@ class RefusalKind(Enum):
 
     ENGINE_UNAVAILABLE = "EngineUnavailable"
     IMAGE_MISSING = "ImageMissing"
+    IMAGE_UNFIT = "ImageUnfit"
     PROFILE_MISMATCH = "ProfileMismatch"
     POOL_EXHAUSTED = "PoolExhausted"
     QUOTA_EXCEEDED = "QuotaExceeded"

@@ -41,7 +41,9 @@ from pool import events as ev
 from pool.audit import AuditEntry
 from pool.calls import checked_call, key_part, positive_seconds
 from pool.config import Settings
+from pool.config_errors import ConfigError, Problem
 from pool.config_host import host_memory, memory_problem, require_memory
+from pool.descriptors import raise_limit, shortage
 from pool.events import Effect, Event, Refusal, SessionKey
 from pool.host_calls import HostCalls
 from pool.ledger import StateDirectory
@@ -111,6 +113,9 @@ class SandboxPool:
         if self._entered:
             raise PoolClosed("a SandboxPool is used once; make a new one")
         self._entered = True
+        raise_limit()
+        if text := shortage(self.settings):
+            raise ConfigError([Problem("pool.max_sandboxes", text)])
         self._directory = StateDirectory.open(self.settings.pool.state_dir)
         self._log = log.bind(pool=self._directory.pool_id, name=self.settings.pool.name)
         self._tasks: TaskGroup = anyio.create_task_group()
@@ -164,7 +169,7 @@ class SandboxPool:
         """A handle on the session ``(agent, session)``, once it owns a live sandbox: its own, or a standby, or a new one.
 
         Waits at most ``timeout`` seconds (default ``pool.acquire_timeout``), first come first served. Raises ``InvalidCall``,
-        ``PoolExhausted``, ``QuotaExceeded``, ``EngineUnavailable``, ``ImageMissing``, ``ProfileMismatch``, ``SandboxDied``
+        ``PoolExhausted``, ``QuotaExceeded``, ``EngineUnavailable``, ``ImageMissing``, ``ImageUnfit``, ``ProfileMismatch``, ``SandboxDied``
         (the session keeps dying), ``SessionClosed`` (it was closed while this waited) or ``PoolClosed``. Nothing ever runs anywhere weaker instead.
         """
         key = (key_part("agent", agent), key_part("session", session))
@@ -197,9 +202,12 @@ class SandboxPool:
         env: Mapping[str, str] | None = None,
         timeout: float | None = None,
         max_output: int | None = None,
+        unbuffered: bool | None = None,
     ) -> CallResult:
         """One call in a disposable container of its own, as ``Session.call``; at most ``pool.max_cold`` run at once."""
-        return await self.run_cold(checked_call(self.settings, "", argv, code, stdin, env, timeout, max_output))
+        return await self.run_cold(
+            checked_call(self.settings, "", argv, code, stdin, env, timeout, max_output, unbuffered)
+        )
 
     async def run_tool(self, plan: ToolPlan, arguments: object, *, session: str) -> ToolResult:
         """Call a tool (see ``pool.tools.plan_tool``) for a session of its agent, where the plan says that it runs.
@@ -256,6 +264,8 @@ class SandboxPool:
         grows = most > policy.max_sandboxes  # what shrinks never asks for more memory than there was
         if grows and (memory := host_memory()) and (text := memory_problem(self.settings, memory, max_sandboxes=most)):
             raise InvalidCall(f"max_sandboxes: {text}")
+        if text := shortage(self.settings, most):
+            raise InvalidCall(text)
         self._say(self._log.info, "pool.resized", min_standby=standby, max_sandboxes=most)
         self.feed(ev.PolicyChanged(replace(policy, min_standby=standby, max_sandboxes=most)))
 

@@ -1,11 +1,12 @@
 """One real sandbox and one real cold call, made like a pool makes them, to see whether the boundary is really there.
 
-Both containers are in a ledger before their start, end by themselves within a minute, and are removed before this
+All containers are in a ledger before their start, end by themselves within a minute, and are removed before this
 returns, however it ends.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 import tempfile
 import time
@@ -17,18 +18,18 @@ import anyio
 
 from executor.call import Call
 from executor.cgroups import remove_parent
-from executor.cold import ColdSpec, cold_call
+from executor.cold import ColdSpec, cold_call, has_python
 from executor.engine import Engine, EngineEvent, EngineInfo, ImageInfo
 from executor.log import get_logger
 from executor.printable import printable
 from executor.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
-from executor.result import EmberpoolError, ProfileMismatch
-from executor.sandbox import SandboxSpec, start_sandbox
+from executor.result import EmberpoolError, ImageUnfit, ProfileMismatch
+from executor.sandbox import Sandbox, SandboxSpec, start_sandbox
 from executor.watch import EventHub
 from pool.config import Settings
 from pool.ledger import Entry, StateDirectory
 from pool.users import UserPolicy
-from pool.workshop import Connection, connection
+from pool.workshop import Connection, connection, runner_options
 
 log = get_logger("emberpool.doctor")
 
@@ -92,6 +93,13 @@ async def _told(work: Callable[[], Awaitable[str]]) -> tuple[str, Exception | No
         return "", TimeoutError(f"did not end within {PATIENCE:g} s")
     except EmberpoolError as error:
         return "", error
+    except ExceptionGroup as group:  # of the task group that keeps a runner
+        return "", _first_of(group)
+
+
+def _first_of(group: ExceptionGroup[Exception]) -> Exception:
+    first = group.exceptions[0]
+    return _first_of(first) if isinstance(first, ExceptionGroup) else first
 
 
 async def _follow(hub: EventHub, events: AsyncIterator[EngineEvent]) -> None:
@@ -104,6 +112,21 @@ async def _follow(hub: EventHub, events: AsyncIterator[EngineEvent]) -> None:
     hub.connected = False
 
 
+async def _first_call(box: Sandbox) -> str:
+    """Make a call that keeps a file, and say how calls go."""
+    if not box.python:
+        done = await box.call(Call(argv=("cat", "/dev/null"), timeout=_COLD_TIMEOUT))
+        how = "the image has no python3: argv calls only, none as fast as with one"
+    else:
+        code = "open('/tmp/probe', 'w').write('1')\nprint(open('/tmp/probe').read())"
+        done = await box.call(Call(code=code, timeout=_COLD_TIMEOUT))
+        how = f"a runner was armed, and answered in {done.duration * 1000:.0f} ms"
+    if not done.ok:
+        said = printable(done.stderr)[-400:]
+        raise ImageUnfit(f"a sandbox started, and its first call failed (exit status {done.exit_code}): {said}")
+    return how
+
+
 class _Bench:
     """The probes' own state directory and events."""
 
@@ -114,6 +137,7 @@ class _Bench:
         self._instance = secrets.token_hex(4)
         box = settings.sandbox
         self._users = UserPolicy(box.user, box.uid_range, tuple(box.mounts))
+        self._python = False
 
     def _enter(self, part: str) -> tuple[Identity, str]:
         """A probe's name and labels, and its calls' user; it stands in the ledger from here on."""
@@ -130,47 +154,67 @@ class _Bench:
         return Identity(name=name, labels=labels), user
 
     async def sandbox(self) -> str:
-        """Start a sandbox, and have its boundary read back from the engine and from inside."""
+        """Start a sandbox as a pool does: its boundary read back from the engine and from inside, a runner armed where the
+        image has Python, and a call made that keeps a file in ``/tmp``."""
+        python = self._python = await self._has_python()
         identity, user = self._enter("sandbox")
         try:
             staging, nonce = self._state.stage(identity.name)
             spec = SandboxSpec(
                 identity=identity,
-                profile=replace(self._link.profile, user=self._users.keeper),
+                profile=replace(self._link.profile, user=self._users.keeper, cpu_limit=not python),
                 image=self._link.image,
                 user=user,
                 staging=str(staging),
                 nonce=nonce,
                 lifetime=LIFETIME,
+                runner=runner_options(self._settings),
             )
-            began = anyio.current_time()
-            box = await start_sandbox(self._link.engine, self.hub, spec)
-            took = anyio.current_time() - began
-            python = "the image has python3" if box.python else "the image has no python3: argv calls only"
-            return f"each point, seccomp too, read back equal from the engine and from inside ({took:.1f} s); {python}"
+            async with anyio.create_task_group() as tasks:
+                began = anyio.current_time()
+                box = await start_sandbox(self._link.engine, self.hub, spec, python=python, tasks=tasks)
+                took = anyio.current_time() - began
+                try:
+                    call = await _first_call(box)
+                finally:
+                    box.let_go()
+                    tasks.cancel_scope.cancel()
+            return f"each point, seccomp too, read back equal from the engine and from inside ({took:.1f} s); {call}"
+        finally:
+            await self._remove(identity.name)
+
+    async def _has_python(self) -> bool:
+        identity, user = self._enter("python")
+        profile = replace(self._link.profile, user=user)
+        spec = ColdSpec(identity=identity, profile=profile, image=self._link.image)
+        try:
+            return await has_python(self._link.engine, self.hub, spec)
         finally:
             await self._remove(identity.name)
 
     async def cold(self) -> str:
-        """Run ``id`` in a disposable container, and compare the uid that it says."""
+        """Ask in a disposable container for the uid, the way that a call of a pool goes, and compare it."""
         identity, user = self._enter("cold")
         spec = ColdSpec(
             identity=identity,
             profile=replace(self._link.profile, user=user),
             image=self._link.image,
-            python=False,
+            python=self._python,
         )
+        call = Call(argv=("cat", "/proc/self/status"), timeout=_COLD_TIMEOUT)
+        if self._python:
+            call = Call(code="print(open('/proc/self/status').read())", timeout=_COLD_TIMEOUT)
         try:
-            # Whatever the image holds, `id` goes without the loader; python3 may be missing in it.
-            done = await cold_call(self._link.engine, self.hub, spec, Call(argv=("id", "-u"), timeout=_COLD_TIMEOUT))
+            done = await cold_call(self._link.engine, self.hub, spec, call)
         finally:
             await self._remove(identity.name)
-        said = printable(done.stdout, limit=40)
+        uids = re.search(rb"^Uid:\t(\d+)\t(\d+)", done.stdout, re.MULTILINE)
+        said = uids[2].decode() if uids else "nothing"
         wanted = user.partition(":")[0]
-        if not done.ok or said == "0" or (wanted.isdigit() and said != wanted):
-            shown = printable(done.stderr, limit=200)
-            raise ProfileMismatch(f"`id -u` said {said!r} where uid {wanted} was asked (exit {done.exit_code}) {shown}")
-        return f"`id -u` said {said}, and its container is gone ({done.duration:.1f} s)"
+        if not done.ok or said == "0" or not uids or (wanted.isdigit() and said != wanted):
+            shown = printable(done.stderr)[-400:]
+            raise ProfileMismatch(f"its uid was {said} where {wanted} was asked (exit {done.exit_code}) {shown}")
+        return f"its uid was {said}, and its container is gone ({done.duration:.1f} s)"
 
     async def _remove(self, name: str) -> None:
         with anyio.CancelScope(shield=True), anyio.move_on_after(REMOVE_PATIENCE):

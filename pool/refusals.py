@@ -9,6 +9,7 @@ from pool.events import Fault, Refusal, RefusalKind
 _ERRORS: dict[RefusalKind, type[EmberpoolError]] = {
     RefusalKind.ENGINE_UNAVAILABLE: result.EngineUnavailable,
     RefusalKind.IMAGE_MISSING: result.ImageMissing,
+    RefusalKind.IMAGE_UNFIT: result.ImageUnfit,
     RefusalKind.PROFILE_MISMATCH: result.ProfileMismatch,
     RefusalKind.POOL_EXHAUSTED: result.PoolExhausted,
     RefusalKind.QUOTA_EXCEEDED: result.QuotaExceeded,
@@ -21,6 +22,11 @@ _ERRORS: dict[RefusalKind, type[EmberpoolError]] = {
 _CAUSES: dict[str, DeathCause] = {
     "oom": "oom", "killed": "killed", "runner": "runner", "protocol": "protocol", "drained": "drained", "engine": "engine",
 }  # fmt: skip
+
+
+_CERTAIN = (
+    RefusalKind.IMAGE_MISSING, RefusalKind.IMAGE_UNFIT, RefusalKind.PROFILE_MISMATCH, RefusalKind.POOL_UNUSABLE,
+)  # fmt: skip
 
 
 def error_of(refusal: Refusal) -> EmberpoolError:
@@ -36,7 +42,7 @@ def error_of(refusal: Refusal) -> EmberpoolError:
 
 def fault_of(error: EmberpoolError) -> Fault:
     """Why sandboxes cannot be had, after a start or a connection failed with ``error``."""
-    for kind in (RefusalKind.IMAGE_MISSING, RefusalKind.PROFILE_MISMATCH, RefusalKind.POOL_UNUSABLE):
+    for kind in _CERTAIN:
         if isinstance(error, _ERRORS[kind]):
             return Fault(kind, str(error))
     return Fault(RefusalKind.ENGINE_UNAVAILABLE, str(error))

@@ -58,17 +58,19 @@ class Session:
         timeout: float | None = None,
         max_output: int | None = None,
         generation: str | None = None,
+        unbuffered: bool | None = None,
     ) -> CallResult:
         """Run a program (``argv``) or Python source (``code``) in the session's sandbox and return what it did.
 
         ``timeout`` (seconds, at most and by default ``call.timeout``) counts from this call to its answer, waiting
         included. ``max_output`` (bytes of each stream, at most and by default ``call.max_output``) is kept; the rest is
-        counted. ``generation`` asks for that very sandbox. Calls of one session run one after another, first come first
+        counted. ``generation`` asks for that very sandbox. ``unbuffered`` (by default ``call.unbuffered``) runs ``code`` as
+        ``python3 -u`` would: what it prints is there at once, also when the call times out. Calls of one session run one after another, first come first
         served. Raises ``InvalidCall``, ``SessionBusy``, ``SandboxDied``, ``StateLost``, ``SessionClosed``, ``PoolClosed``
         and whatever ``acquire`` raises when the session has to be given a sandbox anew.
         """
         self._require_attached()
-        call = self._new_call(argv, code, stdin, env, timeout, max_output)
+        call = self._new_call(argv, code, stdin, env, timeout, max_output, unbuffered)
         return await self._pool.run_call(self._key, self._epoch, call, generation)
 
     async def tool(
@@ -115,6 +117,7 @@ class Session:
         timeout: float | None = None,
         max_output: int | None = None,
         generation: str | None = None,
+        unbuffered: bool | None = None,
     ) -> CallStream:
         """As ``call``, with the output as it comes: ``async with session.stream(...) as events: async for event in events``.
 
@@ -122,10 +125,11 @@ class Session:
         first ``max_output`` bytes of each stream are handed out. A consumer that is slow holds the tool back (about 256 KiB
         ahead of it in each stream), and time held back counts towards ``timeout``. Leaving the block early cancels the call
         and ends all that it started. Raises ``InvalidCall`` at once; all else that ``call`` raises comes from the iteration.
-        An image without Python cannot stream (``InvalidCall``).
+        Code that prints to a pipe buffers some KiB, so its output comes in lumps unless it is ``unbuffered``. An image without
+        Python cannot stream (``InvalidCall``).
         """
         self._require_attached()
-        call = self._new_call(argv, code, stdin, env, timeout, max_output)
+        call = self._new_call(argv, code, stdin, env, timeout, max_output, unbuffered)
         return CallStream(
             lambda sink: self._pool.run_call(self._key, self._epoch, call, generation, sink), call.max_output
         )
@@ -193,8 +197,9 @@ class Session:
         env: Mapping[str, str] | None,
         timeout: float | None,
         max_output: int | None,
+        unbuffered: bool | None = None,
     ) -> Call:
-        return checked_call(self._pool.settings, self._key[0], argv, code, stdin, env, timeout, max_output)
+        return checked_call(self._pool.settings, self._key[0], argv, code, stdin, env, timeout, max_output, unbuffered)
 
     def _require_attached(self) -> None:
         if self._released:

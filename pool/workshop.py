@@ -32,6 +32,7 @@ from executor.result import (
     EngineFailed,
     EngineUnavailable,
     ImageMissing,
+    ImageUnfit,
     PoolUnusable,
     ProfileMismatch,
 )
@@ -80,6 +81,14 @@ DISK_THREADS = 4
 
 LAST_SWEEP = 5.0
 """Seconds for which a pool that ends waits for the removal of what its ledger still names."""
+
+
+def runner_options(settings: Settings) -> RunnerOptions:
+    """How runners behave under ``settings``."""
+    call = settings.call
+    return RunnerOptions(
+        calls=call.calls_per_exec, parallel=call.parallel, preload=settings.sandbox.preload, grace=call.grace
+    )
 
 
 class Workshop:
@@ -185,13 +194,13 @@ class Workshop:
         try:
             with _host_errors(f"starting {self.name(n)}"):
                 box = self.sandboxes[n] = await self._take_over(n, link) or await self._make(n, link)
-        except ImageMissing:
+        except (ImageMissing, ImageUnfit):
             await self._renew_image(link)
             raise
         return box
 
     async def _renew_image(self, link: Connection) -> None:
-        """The image is gone from under a connection. What its name stands for by now is what is started next."""
+        """The image of a connection is gone, or of no use: what its name stands for by now is what is started next."""
         reference = self._settings.sandbox.image
         try:
             image = await link.engine.image(reference)
@@ -216,7 +225,7 @@ class Workshop:
         self._untold.add(name)
         try:
             return await start_sandbox(link.engine, self._hub, spec, python=python, tasks=self._tasks, created=created)
-        except (ImageMissing, ProfileMismatch, EngineFailed):
+        except (ImageMissing, ImageUnfit, ProfileMismatch, EngineFailed):
             self._untold.discard(name)  # the engine has answered: it will not carry the start out later
             raise
 
@@ -245,7 +254,6 @@ class Workshop:
         return box
 
     def _spec(self, link: Connection, identity: Identity, place: str, nonce: str, *, python: bool) -> SandboxSpec:
-        call = self._settings.call
         return SandboxSpec(
             identity=identity,
             # A limit on the container would wear a runner down; it sets one for each call instead.
@@ -255,12 +263,7 @@ class Workshop:
             staging=place,
             nonce=nonce,
             lifetime=lifetime(self._settings),
-            runner=RunnerOptions(
-                calls=call.calls_per_exec,
-                parallel=call.parallel,
-                preload=self._settings.sandbox.preload,
-                grace=call.grace,
-            ),
+            runner=runner_options(self._settings),
             stage_limits=StageLimits(
                 max_bytes=self._settings.tools.max_bytes, max_files=self._settings.tools.max_files
             ),
@@ -320,7 +323,19 @@ class Workshop:
 
     async def cold(self, call: Call, setting: ColdSetting | None = None) -> CallResult:
         """Run one call in a disposable container of its own."""
-        link, policy = self._require(), self._user_policy
+        link, began = self._require(), anyio.current_time()
+        known = self._python.get(link.image.id)
+        try:
+            return await self._cold(link, call, setting, python=known is not False)
+        except ImageUnfit:
+            # Nothing has run. Where the image has no python3 a program needs none, and code is told so.
+            if known is not None or await self._has_python(link):
+                raise
+        left = call.timeout - (anyio.current_time() - began)
+        return await self._cold(link, call.within(max(0.001, left)), setting, python=False)
+
+    async def _cold(self, link: Connection, call: Call, setting: ColdSetting | None, *, python: bool) -> CallResult:
+        policy = self._user_policy
         profile = link.profile
         if setting is not None:
             mounts = (f"{setting.workspace}:{WORKSPACE}",)
@@ -333,7 +348,7 @@ class Workshop:
                 identity=self._identity(name, "cold", link.config_hash),
                 profile=replace(profile, user=user),
                 image=link.image,
-                python=self._python.get(link.image.id, True),
+                python=python,
             )
             try:
                 return await cold_call(link.engine, self._hub, spec, call)

@@ -20,6 +20,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from executor.attached import PROVED, REFUSED
 from executor.call import LOADER
+from executor.cold import PYTHON_MARK, PYTHON_PROBE
 from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing
 from executor.seccomp import WITNESS_ERRNO
@@ -418,8 +419,9 @@ class ScriptedEngine:
             return 1
         if argv[0] == "/tool/witness":
             return self.witness
-        if argv[0] == "python3" and argv[-1] == "print(1)":
-            channel.stdout.write(b"1\n" if self.python else b"")
+        if argv[0] == "python3" and argv[-1] in (PYTHON_PROBE, "print(1)"):
+            answer = "1\n" if argv[-1] == "print(1)" else f"{PYTHON_MARK}3 11\n"
+            channel.stdout.write(answer.encode() if self.python else b"")
             return 0 if self.python else 127
         asked = Asked(" ".join(argv))
         if LOADER in argv:

@@ -110,13 +110,15 @@ def inside_files(words: RunWords, user: str) -> dict[str, str]:
     """What the probe's files hold inside a faithful container."""
     uid, _, gid = user.partition(":")
     caps = "".join(f"{key}:\t{0:016x}\n" for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"))
-    size = int(words.one("--tmpfs").split("size=")[1][:-1]) * 1024
+    tmpfs = dict(option.split("=", 1) for option in words.one("--tmpfs").split(",") if "=" in option)
+    owner = "".join(f",{key}={tmpfs[key]}" for key in ("uid", "gid") if key in tmpfs)
+    size = int(tmpfs["size"][:-1]) * 1024
     texts = dict.fromkeys(INSIDE_FILES, "")
     return texts | {
         "/proc/self/status": f"Name:\tcat\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\nGid:\t{gid}\t{gid}\t{gid}\t{gid}\n"
         f"{caps}NoNewPrivs:\t1\nSeccomp:\t2\n",
         "/proc/self/mountinfo": "1 0 0:1 / / ro,relatime - overlay overlay ro\n"
-        f"2 1 0:2 / /tmp rw,nosuid,noexec - tmpfs tmpfs rw,size={size}k\n3 1 0:3 / /tool ro - ext4 /dev/x rw\n",
+        f"2 1 0:2 / /tmp rw,nosuid,noexec - tmpfs tmpfs rw,size={size}k{owner}\n3 1 0:3 / /tool ro - ext4 /dev/x rw\n",
         "/proc/net/dev": "Inter-|   Receive\n face |bytes\n    lo: 0 0 0\n",
         "/sys/fs/cgroup/pids.max": words.one("--pids-limit") + "\n",
         "/sys/fs/cgroup/memory.max": f"{int(words.one('--memory', '0m')[:-1]) << 20}\n",

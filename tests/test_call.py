@@ -139,12 +139,15 @@ def test_payload_carries_the_request_and_nothing_else(rest: list[str], code: str
     for call, part in (
         (Call(argv=("prog", *rest), env=env), "\0".join(["prog", *rest])),
         (Call(code=code, env=env), code),
+        (Call(code=code, env=env, unbuffered=True), code),
     ):
         image_env = ["PATH=/image/bin", "A-OF-IMAGE=1=2", "USER=image"]
         program, place, told, body = frames(call.payload(image_env))
         assert program.endswith(b"main()\n")
         expected = {"PATH": "/image/bin", "A-OF-IMAGE": "1=2", **CALL_ENV, **env}
-        assert place == f"/tmp\0{call.kind}\0".encode()
+        isolated = ["-I"] * (not any(key.startswith("PYTHON") for key in env))
+        interpreter = ["python3", *isolated, "-B", *["-u"] * call.unbuffered]
+        assert place.decode().split("\0") == ["/tmp", call.kind, "", *interpreter]
         assert dict(item.split("=", 1) for item in told.decode().split("\0")) == expected
         assert body.decode() == part
         asked = request(call.request())

@@ -297,12 +297,12 @@ SECTION_NAMES = "[sandbox], [pool], [call], [tools], [host], [privileged], [agen
         (
             "call",
             "qqq",
-            "call.qqq: unknown key; [call] has timeout, grace, calls_per_exec, parallel, max_input, max_output",
+            "call.qqq: unknown key; [call] has timeout, grace, calls_per_exec, parallel, max_input, max_output, unbuffered",
         ),
         (
             "call",
             "a\nb\x1b[31m",
-            "call.a\\nb\\x1b[31m: unknown key; [call] has timeout, grace, calls_per_exec, parallel, max_input, max_output",
+            "call.a\\nb\\x1b[31m: unknown key; [call] has timeout, grace, calls_per_exec, parallel, max_input, max_output, unbuffered",
         ),
     ],
 )

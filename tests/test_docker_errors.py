@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from executor.docker import classify, parse_event
 from executor.engine import ContainerGone, NameTaken
-from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ProfileMismatch
+from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ImageUnfit, ProfileMismatch
 
 DATA = Path(__file__).with_name("data")
 ERRORS: dict[str, dict[str, tuple[int, str]]] = json.loads((DATA / "engine_errors.json").read_text())
@@ -27,7 +27,7 @@ MEANS: dict[str, type[EmberpoolError]] = {
     "name_taken": NameTaken,
     "bad_runtime": ProfileMismatch,
     "unknown_flag": ProfileMismatch,
-    "missing_program": EngineFailed,
+    "missing_program": ImageUnfit,
     "missing_source": EngineFailed,
     "no_daemon": EngineUnavailable,
     "no_daemon_tcp": EngineUnavailable,
@@ -59,6 +59,15 @@ def test_every_message_becomes_one_short_error(stderr: bytes, code: int) -> None
     assert isinstance(error, EmberpoolError)
     assert len(str(error)) < 500
     assert str(error).isprintable()
+
+
+def test_the_cause_at_the_end_of_a_long_message_is_told() -> None:
+    said = "docker: Error response from daemon: " + "failed to create a shim task, " * 200 + "no space left on device"
+    message = str(classify(said.encode(), 125, "starting"))
+    assert message.startswith("the engine failed while starting: docker: Error response from daemon: failed")
+    assert message.endswith("no space left on device")
+    assert " [...] " in message
+    assert len(message) < 2_200
 
 
 def test_no_word_of_an_engine_steers_the_terminal_that_shows_it() -> None:

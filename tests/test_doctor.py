@@ -397,8 +397,8 @@ async def test_a_cancel_while_the_probe_runs_removes_it(
     seen: list[str] = []
     with anyio.CancelScope() as scope:
 
-        async def start_then_cancel(engine: Engine, hub: EventHub, spec: SandboxSpec) -> Sandbox:
-            box = await start_sandbox(engine, hub, spec)
+        async def start_then_cancel(engine: Engine, hub: EventHub, spec: SandboxSpec, **how: Any) -> Sandbox:
+            box = await start_sandbox(engine, hub, spec, **how)
             seen.append(spec.identity.name)
             scope.cancel()
             return box

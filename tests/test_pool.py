@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from executor.attached import PROVED, REFUSED
 from executor.result import (
-    EngineFailed,
+    ImageUnfit,
     InvalidCall,
     PoolClosed,
     PoolExhausted,
@@ -104,7 +104,7 @@ async def test_a_cold_call_without_the_proof_of_its_boundary_never_began(
 ) -> None:
     for proof, kind, why in (
         (REFUSED, ProfileMismatch, "strict seccomp profile is not in force"),
-        (b"", EngineFailed, "did not take the call"),
+        (b"", ImageUnfit, "did not take the call"),
     ):
         engine.proof = proof
         error = await outcome(lambda: pool.call_cold(code="exit 1"))

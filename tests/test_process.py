@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from executor import pidfd
 from executor.channel import PipeChannel, StreamChannel, attached
 from executor.engine import Channel
 from executor.process import Capped, Ends, client, client_environment, run
@@ -70,6 +73,73 @@ async def test_command_past_its_deadline_is_unavailable_and_gone(tmp_path: Path)
         await run(["sh", "-c", f"echo $$ >{file}; exec sleep 600"], ENV, timeout=1)
     assert caught.value.retry_after == 1
     assert not alive(await written(file))
+
+
+async def test_command_that_a_signal_ended_answers_with_that_signal() -> None:
+    assert (await run(["sh", "-c", "kill -9 $$"], ENV, timeout=30)).code == -9
+
+
+async def test_status_that_somebody_else_took_is_no_success() -> None:
+    async with client(["true"], ENV) as process:
+        os.waitpid(process.pid, 0)  # noqa: ASYNC222 - it ends at once
+        assert await process.wait() == 255
+
+
+async def test_no_thread_is_held_while_clients_run() -> None:
+    before = threading.active_count()
+    async with client(["sleep", "600"], ENV), client(["sleep", "600"], ENV), client(["cat"], ENV):
+        assert threading.active_count() == before
+
+
+async def test_system_without_pidfds_runs_commands_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pidfd, "supported", lambda: False)
+    done = await run(["sh", "-c", "cat; exit 3"], ENV, timeout=30, stdin=b"in")
+    assert (done.code, done.stdout) == (3, b"in")
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+async def test_client_has_its_descriptors_closed_behind_it() -> None:
+    await run(["true"], ENV, timeout=30)  # what the event loop opens once
+    before = open_files()
+    for _ in range(3):
+        await run(["true"], ENV, timeout=30)
+        with pytest.raises(EngineUnavailable):
+            await run(["no-such-command"], ENV, timeout=30)
+    assert open_files() == before
+
+
+UNHEEDED = """
+import sys, threading, anyio
+from executor.process import client_environment, run
+from executor.result import EngineUnavailable
+
+async def main():
+    return (await run(["sh", "-c", "exit 3"], client_environment(), timeout=30)).code
+
+def told():
+    try:
+        anyio.run(main, backend=sys.argv[1])
+    except EngineUnavailable as error:
+        print(error)
+
+thread = threading.Thread(target=told)
+thread.start()
+thread.join()
+print(anyio.run(main, backend=sys.argv[1]))
+"""
+
+
+def test_ignored_sigchld_is_set_right_or_told(anyio_backend: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNHEEDED, anyio_backend], capture_output=True, text=True, timeout=60, check=True,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )  # fmt: skip
+    told, code = [line for line in done.stdout.splitlines() if "sigchld_was" not in line]
+    assert told.startswith("SIGCHLD is ignored in this process")
+    assert code == "3"
 
 
 async def test_flood_on_stdout_is_a_failure_and_on_stderr_is_cut() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.profile import ContainerProfile, Identity, Limits, check_mount, exec_args
+from executor.profile import PROXY_VARIABLES, ContainerProfile, Identity, Limits, check_mount, exec_args
 from executor.seccomp import STRICT_PROFILE
 from tests.flags import EXEC_FLAGS, RUN_FLAGS, Parsed, parse
 
@@ -28,7 +28,7 @@ MEMO = [
     "--pids-limit",
     "128",
     "--tmpfs",
-    "/tmp:rw,noexec,nosuid,size=64m",
+    "/tmp:rw,noexec,nosuid,size=64m,mode=1777",
 ]
 LIMITS = [
     "--memory",
@@ -46,7 +46,8 @@ LIMITS = [
 ]
 UNCONFIGURED = ["--ulimit", "core=0", "--log-driver", "none", "--pull", "never", "--no-healthcheck"]
 TIGHTER = [*UNCONFIGURED, "--security-opt", f"seccomp={STRICT_PROFILE}"]
-ENV = ["--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1"]
+NO_PROXIES = [word for name in PROXY_VARIABLES for word in ("--env", name)]
+ENV = ["--env", "HOME=/tmp", "--env", "PYTHONDONTWRITEBYTECODE=1", "--env", "LANG=C.UTF-8", *NO_PROXIES]
 UNLIMITED = Limits(cpu_seconds=None, memory_mb=None, open_files=None, file_size_mb=None)
 
 
@@ -75,14 +76,14 @@ def test_every_field_set_word_for_word() -> None:
     assert profile.run_args("img@sha256:ab", "x", "", "-v", identity=identity, env_file="/run/env") == [
         "run", "--rm", "-i", "--network", "inner", "--read-only", "--cap-drop", "ALL",
         "--security-opt", "no-new-privileges", "--pids-limit", "32",
-        "--tmpfs", "/tmp:rw,noexec,nosuid,size=8m",
+        "--tmpfs", "/tmp:rw,noexec,nosuid,size=8m,mode=1777,uid=1000,gid=1001",
         "-v", "/a:/b:ro", "-v", "/c d:/e",
         "--workdir", "/srv/work dir", "--user", "1000:1001",
         "--memory", "256m", "--cpus", "0.25",
         "--ulimit", "nofile=64", "--ulimit", "fsize=1048576", "--ulimit", "cpu=5:6", "--memory-swap", "256m",
         *UNCONFIGURED, "--runtime", "runsc", "--security-opt", "seccomp=/etc/seccomp.json", "--cgroup-parent", "/emberpool-1",
         "--entrypoint", "", "--name", "box-1", "--label", "a.key=1 2", "--label", "b.key=2", "--init", "--env-file", "/run/env",
-        "--env", "A=1", "--env", "B=two words", "--env", "C=", "img@sha256:ab", "x", "", "-v",
+        "--env", "A=1", "--env", "B=two words", "--env", "C=", *NO_PROXIES, "img@sha256:ab", "x", "", "-v",
     ]  # fmt: skip
 
 
@@ -96,6 +97,7 @@ def test_absent_limits_leave_their_flags_out() -> None:
         "--entrypoint",
         "",
         "--init",
+        *NO_PROXIES,
         "img",
         "x",
     ]
@@ -103,12 +105,12 @@ def test_absent_limits_leave_their_flags_out() -> None:
 
 def test_sandbox_word_for_word() -> None:
     args = ContainerProfile(user="7:7", cpu_limit=False).sandbox_args(
-        "img", identity=Identity(name="box", labels={"k": "v"}), staging='/s/a,b "c"', lifetime=90.4
+        "img", identity=Identity(name="box", labels={"k": "v"}), staging='/s/a,b "c"', lifetime=90.4, calls="8:9"
     )
     unlimited_cpu = [word for word in LIMITS if word != "cpu=30:31"]
     unlimited_cpu.pop(unlimited_cpu.index("fsize=67108864") + 1)
     assert args == [
-        *MEMO, "--workdir", "/tmp", "--user", "7:7", *unlimited_cpu, *TIGHTER,
+        *MEMO[:-1], f"{MEMO[-1]},uid=8,gid=9", "--workdir", "/tmp", "--user", "7:7", *unlimited_cpu, *TIGHTER,
         "--entrypoint", "", "--name", "box", "--label", "k=v", "-d", "--init",
         "--mount", 'type=bind,"source=/s/a,b ""c""",target=/tool,readonly', *ENV, "img", "sleep", "90",
     ]  # fmt: skip
@@ -211,13 +213,18 @@ def made(build: Callable[[], list[str]]) -> list[str] | None:
         return None
 
 
+def tmpfs_of(profile: ContainerProfile, calls: str) -> str:
+    owner = profile.tmp_owner(calls)
+    return MEMO[-1] + (f",uid={owner[0]},gid={owner[1]}" if owner else "")
+
+
 def expected_run(
-    profile: ContainerProfile, identity: Identity, *more: tuple[str, str | None]
+    profile: ContainerProfile, identity: Identity, *more: tuple[str, str | None], calls: str = ""
 ) -> list[tuple[str, str | None]]:
     """The flags that a profile means, in an order of no meaning."""
     flags: list[tuple[str, str | None]] = [
         ("rm", None), ("interactive", None), ("network", profile.network), ("read-only", None), ("cap-drop", "ALL"),
-        ("security-opt", "no-new-privileges"), ("pids-limit", "128"), ("tmpfs", "/tmp:rw,noexec,nosuid,size=64m"),
+        ("security-opt", "no-new-privileges"), ("pids-limit", "128"), ("tmpfs", tmpfs_of(profile, calls)),
         ("workdir", profile.workdir), ("memory", "512m"), ("cpus", "1"), ("ulimit", "nofile=256"),
         ("ulimit", "fsize=67108864"), ("ulimit", "cpu=30:31"), ("ulimit", "core=0"), ("memory-swap", "512m"),
         ("log-driver", "none"),
@@ -225,6 +232,8 @@ def expected_run(
     ]  # fmt: skip
     flags += [("volume", spec) for spec in profile.mounts]
     flags += [("env", item) for item in profile.env]
+    own = {item.partition("=")[0] for item in profile.env}
+    flags += [("env", name) for name in PROXY_VARIABLES if name not in own]
     flags += [("label", f"{key}={value}") for key, value in identity.labels.items()]
     optional = {
         "user": profile.user,
@@ -267,7 +276,7 @@ def test_no_string_of_a_run_becomes_a_flag_or_adds_one(
             except ValueError:
                 continue
             assert args[0] == "run"
-            assert same(parse(args[1:], RUN_FLAGS), expected_run(profile, identity), [img, *argv])
+            assert same(parse(args[1:], RUN_FLAGS), expected_run(profile, identity, calls=profile.user), [img, *argv])
 
 
 @given(hostile | hostile.map("/{}".format))

@@ -22,6 +22,7 @@ from executor.result import (
     EmberpoolError,
     EngineFailed,
     EngineUnavailable,
+    ImageUnfit,
     ProfileMismatch,
     SandboxDied,
     SessionBusy,
@@ -495,11 +496,10 @@ WEAKER: dict[str, Callable[[dict[str, Any]], object]] = {
     "no subreaper": lambda facts: facts.update(subreaper=False),
     "alone unknown": lambda facts: facts.update(alone="perhaps"),
     "another nonce": lambda facts: facts.update(nonce="another"),
-    "a problem": lambda facts: facts.update(problem="preload: left a thread"),
     "a text for true": lambda facts: facts.update(undumpable="yes"),
     "1 for true": lambda facts: facts.update(undumpable=1),
     "lists in lists": lambda facts: facts.update(undumpable=_nested(900), nonce=_nested(900)),
-    "words that steer a terminal": lambda facts: facts.update(problem="\x1b]0;owned\x07\nerror: all is well\r\u202e"),
+    "words that steer a terminal": lambda facts: facts.update(nonce="\x1b]0;owned\x07\nerror: all is well\r\u202e"),
     "a number of thousands of digits": lambda facts: facts["files"].update(
         {"/proc/self/status": facts["files"]["/proc/self/status"].replace("CapEff:\t0", "CapEff:\t" + "f" * 10_000)}
     ),
@@ -531,6 +531,28 @@ async def test_a_weaker_hello_of_a_later_exec_gets_no_call(place: Site, what: st
     assert isinstance(await _call(box, "echo never"), ProfileMismatch)
     assert frames.CALL not in place.engine.runners[1].heard
     await _gone(place)
+
+
+LACKS = pytest.mark.parametrize(
+    ("fact", "said"),
+    [({"problem": "preload: no module x"}, "no module x"), ({"parent": "/bin/sh wrap"}, "/bin/sh wrap")],
+)
+
+
+@LACKS
+async def test_what_the_image_lacks_is_told_as_such(place: Site, fact: dict[str, str], said: str) -> None:
+    place.engine.hello = lambda facts: facts.update(fact)
+    error = await outcome(place.start)
+    assert isinstance(error, ImageUnfit)
+    assert said in str(error)
+
+
+@LACKS
+async def test_what_a_later_runner_lacks_is_its_sandboxs_end(place: Site, fact: dict[str, str], said: str) -> None:
+    box = await place.start()
+    place.engine.hello = lambda facts: facts.update(fact)
+    assert isinstance(await _call(box, "echo x"), CallResult)
+    _died(await _call(box, "echo never"), "runner", started=False)
 
 
 async def test_a_process_of_unknown_origin_is_no_weaker_profile_but_an_unfit_sandbox(place: Site) -> None:

@@ -154,3 +154,28 @@ async def test_a_pool_whose_image_declares_a_volume_keeps_nothing_of_what_it_ref
             await (pool.acquire("agent", "session") if kind == "session" else pool.call_cold(["true"]))
         assert list((state_dir / "ledger").iterdir()) == []
         assert await real_engine.engine.list(LABEL_POOL, pool.snapshot()["pool"]) == []
+
+
+PID_1 = """
+import ctypes, errno, os, resource, signal
+libc = ctypes.CDLL(None, use_errno=True)
+print('uid', os.stat('/proc/1').st_uid == os.getuid())
+print('trace', libc.ptrace(16902, 1, None, None), errno.errorcode[ctypes.get_errno()])
+for number in (signal.SIGKILL, signal.SIGSTOP):
+    os.kill(1, number)
+resource.prlimit(1, resource.RLIMIT_NOFILE, (64, 64))
+print('on', flush=True)
+os._exit(7)
+"""
+
+
+async def test_code_of_a_cold_call_shares_the_uid_of_its_pid_1_and_cannot_change_its_answer_by_it(
+    real_engine: Room,
+) -> None:
+    async with leaves_nothing(real_engine):
+        result = await real_engine.cold(Call(code=PID_1, timeout=30.0))
+    assert (result.exit_code, result.signal, result.timed_out) == (7, None, False)
+    assert result.stdout == b"uid True\ntrace -1 EPERM\non\n"
+    async with leaves_nothing(real_engine):  # it hands SIGTERM on to the call, whose own end that is
+        result = await real_engine.cold(Call(code="import os, time\nos.kill(1, 15)\ntime.sleep(600)", timeout=30.0))
+    assert (result.exit_code, result.timed_out) == (143, False)
