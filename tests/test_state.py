@@ -450,7 +450,7 @@ def test_a_closed_session_is_remembered_only_for_as_long_as_its_deaths_are_recen
     core = Core(replace(BARE, restart_window=60.0, max_sessions_per_agent=1))
     grant = core.granted("a")
     core.feed(ev.SandboxDied(grant.n, "oom"), ev.SessionEnded(A, grant.epoch))
-    assert core.all(ev.SessionForgotten) == [ev.SessionForgotten(A, grant.epoch, "closed")]
+    assert core.all(ev.SessionForgotten) == [ev.SessionForgotten(A, grant.epoch, "closed", granted=True)]
     core.start_all()
     core.stop_all()
     core.granted("b")  # what is remembered is no session that counts
