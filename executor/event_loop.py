@@ -40,14 +40,19 @@ class EventLoop:
         raise NotImplementedError
 
     def call_soon(self, function: Callable[[], object]) -> bool:
-        """Have the loop call ``function``, from any thread and from a signal handler; whether the loop is still there."""
-        if os.getpid() != self.pid:
-            return False  # what would wake the loop is shared with the process that it runs in
+        """Have a task of the loop call ``function``, from any thread and from a signal handler; whether it is still there."""
+        if not self.alive:
+            return False
         try:
             self._call_soon(function)
         except RuntimeError:  # asyncio's for a closed loop; trio's RunFinishedError is one too
             return False
         return True
+
+    @property
+    def alive(self) -> bool:
+        """Whether the loop can still be reached: from a forked child it cannot, since what wakes it is its parent's."""
+        return os.getpid() == self.pid
 
     def _call_soon(self, function: Callable[[], object]) -> None:
         raise NotImplementedError
@@ -74,8 +79,16 @@ class _AsyncioLoop(EventLoop):
         self.tasks.add(started)
         started.add_done_callback(self.tasks.discard)
 
+    @property
+    def alive(self) -> bool:
+        return super().alive and not self._loop.is_closed()
+
     def _call_soon(self, function: Callable[[], object]) -> None:
-        self._loop.call_soon_threadsafe(function)
+        async def call() -> None:
+            function()
+
+        # Outside of a task AnyIO knows no event loop.
+        self._loop.call_soon_threadsafe(self.start, call, "emberpool call")
 
 
 class _TrioLoop(EventLoop):
@@ -93,8 +106,21 @@ class _TrioLoop(EventLoop):
     def start(self, run: Run, name: str) -> None:
         self._trio.spawn_system_task(run, name=name, context=contextvars.copy_context())
 
+    @property
+    def alive(self) -> bool:
+        try:
+            if super().alive:
+                self._token.run_sync_soon(_nothing)
+        except RuntimeError:
+            return False
+        return super().alive
+
     def _call_soon(self, function: Callable[[], object]) -> None:
         self._token.run_sync_soon(function)
+
+
+def _nothing() -> None:
+    """To see whether a loop takes calls."""
 
 
 def current_loop() -> EventLoop:

@@ -88,7 +88,7 @@ class Lifecycle:
 
     def _require_loop(self, loop: EventLoop) -> None:
         if not loop.is_current():
-            raise self._elsewhere() if loop.call_soon(_nothing) else self._left()
+            raise self._elsewhere() if loop.alive else self._left()
 
     def _elsewhere(self) -> PoolUnusable:
         return PoolUnusable(
@@ -151,7 +151,7 @@ class Lifecycle:
         try:
             self.require_here()
         except PoolUnusable:
-            if self._loop.pid == os.getpid() and not self._loop.call_soon(_nothing):
+            if self._loop.pid == os.getpid() and not self._loop.alive:
                 self._torn = True
                 self._end()
             raise
@@ -238,7 +238,3 @@ class Lifecycle:
             with suppress(RuntimeError):  # the loop is closed, so that nobody waits
                 for event in (self._began, self.gone, self._closed):
                     event.set()
-
-
-def _nothing() -> None:
-    """To see whether a loop takes calls."""

@@ -378,7 +378,7 @@ async def test_a_background_failure_ends_the_pool_instead_of_going_unseen(
     async def find() -> Any:
         raise ZeroDivisionError("a bug")
 
-    with pytest.raises(PoolUnusable, match="ZeroDivisionError: a bug") as caught:
+    with pytest.raises(PoolUnusable, match="ZeroDivisionError: a bug") as caught:  # noqa: PT012 - the block is tested
         async with SandboxPool(settings_of(state_dir), find=find) as pool:
             # Whoever waits at that moment is told too.
             assert isinstance(await outcome(lambda: pool.acquire("agent", "session")), PoolUnusable)
