@@ -98,8 +98,8 @@ class Lifecycle:
 
     def _left(self) -> PoolUnusable:
         return PoolUnusable(
-            "the event loop that this pool was started on ended before the pool was closed; make a new pool, which removes "
-            "what this one left"
+            "the event loop that this pool was started on ended before the pool was closed, or all of its tasks were "
+            "cancelled; make a new pool, which removes what this one left"
         )
 
     def error(self) -> PoolUnusable | None:
@@ -136,8 +136,12 @@ class Lifecycle:
             assert self._loop is not None  # noqa: S101 - settled before
             self._loop.start(supervise, "emberpool supervisor")
         # A cancel that comes now is seen at the caller's next checkpoint; torn here, nobody would close the pool.
-        with anyio.CancelScope(shield=True):
-            await self._began.wait()
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._began.wait()
+        except BaseException:  # asyncio's own cancel, which no scope holds up
+            self._begin_close(0.0)
+            raise
 
     def close_soon(self, drain: float) -> None:
         """Begin the close, from any thread or a signal handler. It then goes on by itself."""

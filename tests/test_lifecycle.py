@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -157,6 +158,55 @@ async def test_the_callers_cancel_scopes_do_not_reach_the_supervisor(engine: Scr
     session = await pool.acquire("agent", "session")
     assert (await session.call(code="echo on")).ok
     await pool.aclose()
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_start_that_asyncio_cancels_leaves_no_pool_behind(
+    engine: ScriptedEngine, state_dir: Path, turns: int
+) -> None:
+    pool = SandboxPool(settings_of(state_dir, min_standby=1), find=engine.find)
+    starting = asyncio.ensure_future(pool.start())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    if starting.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await until(lambda: pool._life.ended or not pool._life.pid, limit=5)
+    await pool.aclose()
+    assert engine.boxes == {}
+    async with running(engine, settings_of(state_dir)):
+        pass
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_close_goes_on_although_asyncio_cancels_whoever_waits(engine: ScriptedEngine, state_dir: Path) -> None:
+    pool = await SandboxPool(settings_of(state_dir, min_standby=2), find=engine.find).start()
+    await pool.ready()
+    closing = asyncio.ensure_future(pool.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await until(lambda: pool._life.ended, limit=5)
+    assert_closed(pool, engine)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_when_every_task_is_cancelled_the_pool_says_so_and_leaves_nothing(
+    engine: ScriptedEngine, state_dir: Path
+) -> None:
+    pool = await SandboxPool(settings_of(state_dir, min_standby=1), find=engine.find).start()
+    await pool.ready()
+    for task in asyncio.all_tasks():
+        if "emberpool" in task.get_name() or "pool." in task.get_name():  # a gateway's own shutdown spares only itself
+            task.cancel()
+    error = await outcome(pool.aclose)
+    assert isinstance(error, PoolUnusable)
+    assert "cancelled" in str(error)
+    assert engine.boxes == {}
+    async with running(engine, settings_of(state_dir)):
+        pass
 
 
 # --- a nursery of the user's --------------------------------------------------------------------------------------------
