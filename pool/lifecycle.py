@@ -105,9 +105,7 @@ class Lifecycle:
     def error(self) -> PoolUnusable | None:
         """Why the pool did not end as it should have; ``None`` while nothing is wrong."""
         if self._failure is not None:
-            first = self._failure
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
+            first = _first(self._failure)
             error = PoolUnusable(f"the pool's supervisor failed ({type(first).__name__}: {first}); make a new pool")
             error.__cause__ = self._failure
             return error
@@ -164,6 +162,8 @@ class Lifecycle:
             await self._closed.wait()
         if (error := self.error()) is not None:
             self._told = True
+            if self._failure is not None and not isinstance(_first(self._failure), Exception):
+                raise self._failure  # an interrupt is the caller's, as it would be in any task of his own
             raise error
 
     def abandoned(self) -> bool:
@@ -200,7 +200,10 @@ class Lifecycle:
         except BaseException as error:
             self._failure = self._failure or error
         finally:
-            self._end()
+            try:
+                self._end()
+            except BaseException as error:  # an interrupt in a log line
+                self._failure = self._failure or error
 
     async def _work(self, work: tuple[Work, ...]) -> None:
         """Run the pool's tasks. No cancel from outside reaches them, since containers have to be removed then too."""
@@ -218,11 +221,13 @@ class Lifecycle:
             raise
         finally:
             self.over = True
-            if not self._finishing:
-                self._torn = self._torn or self._failure is None
-                self._owner.give_up(self.error() or self._left())
-            self.gone.set()
-            self._close_wanted.set()
+            try:
+                if not self._finishing:
+                    self._torn = self._torn or self._failure is None
+                    self._owner.give_up(self.error() or self._left())
+            finally:
+                self.gone.set()
+                self._close_wanted.set()
 
     async def _wind_up(self, drain: float) -> None:
         try:
@@ -238,7 +243,16 @@ class Lifecycle:
     def _end(self) -> None:
         if not self.ended:
             self.over = self.ended = True
-            self._owner.let_go()
-            with suppress(RuntimeError):  # the loop is closed, so that nobody waits
-                for event in (self._began, self.gone, self._closed):
-                    event.set()
+            try:
+                self._owner.let_go()
+            finally:
+                with suppress(RuntimeError):  # the loop is closed, so that nobody waits
+                    for event in (self._began, self.gone, self._closed):
+                        event.set()
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error in a group, however deep."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -320,11 +320,14 @@ from pathlib import Path
 from pool.ledger import StateDirectory
 directory = StateDirectory.open(Path(sys.argv[1]))
 if sys.argv[2] == "fork":
+    hear, tell = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(tell, b"x")
         os.close(1)
         sys.stdin.read()
         os._exit(0)
+    os.read(hear, 1)  # what it does right after its fork is done
 else:  # a copy of the lock that no hook of ours sees, as one made in C
     import subprocess
     child = subprocess.Popen(["cat"], stdout=subprocess.DEVNULL, pass_fds=(directory._lock.fd,)).pid
