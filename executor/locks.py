@@ -3,15 +3,51 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import anyio
 
 from executor.result import EngineUnavailable
 
 _RETRY = 0.05
+
+
+class HeldLock:
+    """An open file that holds a lock. A lock belongs to the open file, which a forked child has too: so the child closes its
+    copy at once, and ``close`` unlocks whatever copies there are."""
+
+    _all: ClassVar[weakref.WeakSet[HeldLock]] = weakref.WeakSet()
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._all.add(self)
+
+    def close(self) -> None:
+        """Give the lock back; twice is harmless, and a forked child gives nothing back that is its parent's."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            import fcntl
+
+            try:
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            finally:
+                os.close(fd)
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """In a forked child: close the copies, which leaves the parent's locks as they are."""
+        for lock in list(cls._all):
+            fd, lock.fd = lock.fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=HeldLock.forget_all)
 
 
 def private_directory(path: Path) -> None:
@@ -26,17 +62,17 @@ def try_lock(path: Path, *, shared: bool = False) -> Iterator[bool]:
     import fcntl  # not on Windows, where only this function is missed
 
     private_directory(path.parent)
-    # The lock is on an open file, so no child of this process may inherit it: O_CLOEXEC is Python's default.
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    # No program that this process starts may inherit it: O_CLOEXEC is Python's default.
+    lock = HeldLock(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
     try:
         try:
-            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(lock.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
         else:
             yield True
     finally:
-        os.close(fd)
+        lock.close()
 
 
 @asynccontextmanager

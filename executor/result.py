@@ -164,7 +164,8 @@ class PoolClosed(EmberpoolError):
 
 
 class PoolUnusable(EmberpoolError):
-    """The state directory is locked, foreign, writable by others, symlinked or damaged; nothing was touched."""
+    """The pool cannot be used: its state directory is locked, foreign, writable by others, symlinked or damaged; or it belongs to
+    another event loop, thread or process than the caller's; or its supervisor has failed. Nothing was touched."""
 
     reason = "pool_unusable"
 

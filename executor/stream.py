@@ -14,10 +14,10 @@ from typing import Literal
 
 import anyio
 import anyio.lowlevel
-from anyio.abc import TaskStatus
 
+from executor.event_loop import EventLoop, current_loop
 from executor.process import Capped
-from executor.result import CallResult
+from executor.result import CallResult, SandboxDied
 
 WINDOW = 262_144
 """Bytes of each stream that a tool may be ahead of its consumer, the pipe inside the sandbox (64 KiB) not counted."""
@@ -104,72 +104,100 @@ class Sink:
             flow.cap = flow.limit
 
 
+class _Running:
+    """The call of a stream, in a task of its own. It knows nothing of the stream, which can so be collected meanwhile."""
+
+    def __init__(self, carry_out: Callable[[Sink], Awaitable[CallResult]], max_output: int) -> None:
+        self.sink, self.scope = Sink(max_output), anyio.CancelScope()
+        self.began, self.ended = anyio.Event(), anyio.Event()
+        self.result: CallResult | None = None
+        self.error: BaseException | None = None
+        self._carry_out = carry_out
+
+    async def run(self) -> None:
+        sink = self.sink
+        self.began.set()
+        try:
+            with self.scope:
+                result = await self._carry_out(sink)
+                self.result = replace(result, stdout_streamed=sink.stdout.total, stderr_streamed=sink.stderr.total)
+        except anyio.get_cancelled_exc_class():  # the loop itself ends
+            self.error = SandboxDied("the event loop ended under the call", cause="unknown")
+            raise
+        except BaseException as error:  # the consumer's task raises it
+            self.error = error
+        finally:
+            self.ended.set()
+            sink.tell()
+
+
 class CallStream:
     """A call under way: ``async with`` it, then ``async for`` over its ``Output`` and, last, its ``CallResult``.
 
     The result has the totals and no bytes. Errors are raised by the iteration. Leaving the block before the result has
-    come cancels the call and waits until nothing of it runs any more.
+    come, ``aclose`` or dropping the stream cancels the call; the first two wait until nothing of it runs any more. No cancel
+    scope or task group stays open between two events, so any task may read on or close, and a generator may yield inside.
     """
 
     def __init__(self, carry_out: Callable[[Sink], Awaitable[CallResult]], max_output: int) -> None:
-        self._carry_out, self._sink = carry_out, Sink(max_output)
-        self._scope = anyio.CancelScope()
-        self._result: CallResult | None = None
-        self._error: Exception | None = None
-        self._entered = self._over = self._ended = False
+        self._carry_out, self._max_output = carry_out, max_output
+        self._call: _Running | None = None
+        self._loop: EventLoop | None = None
+        self._over = False
 
     async def __aenter__(self) -> CallStream:
-        if self._entered:
+        if self._call is not None:
             raise RuntimeError("a stream is one call and entered once; make a new one")
-        self._entered = True
-        self._tasks = anyio.create_task_group()
-        await self._tasks.__aenter__()
-        # The call has taken its place in its session's queue once this returns; a cancel is seen after that.
-        with anyio.CancelScope(shield=True):
-            await self._tasks.start(self._run)
+        await self._begin()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancel the call if it still runs, and wait until nothing of it does. Twice is harmless."""
         self._over = True
-        self._scope.cancel()
-        # Only a cancellation is the task group's business; it would wrap the block's own error in a group.
-        if error is not None and isinstance(error, anyio.get_cancelled_exc_class()):
-            return await self._tasks.__aexit__(kind, error, trace)
-        await self._tasks.__aexit__(None, None, None)
-        return None
+        if self._call is not None:
+            self._call.scope.cancel()
+            # What has to be done for a cancelled call is bounded, so this is too.
+            with anyio.CancelScope(shield=True):
+                await self._call.ended.wait()
 
     def __aiter__(self) -> CallStream:
         return self
 
     async def __anext__(self) -> Output | CallResult:
-        if not self._entered:
-            raise RuntimeError("enter the stream first: `async with session.stream(...) as events`")
+        if self._over:
+            raise StopAsyncIteration
+        call = self._call or await self._begin()
         await anyio.lowlevel.checkpoint()
         while not self._over:
-            output = self._sink.take()
+            output = call.sink.take()
             if output is not None:
                 return output
-            if self._ended:
+            if call.ended.is_set():
                 self._over = True
-                if self._error is not None:
-                    raise self._error
-                if self._result is not None:
-                    return self._result
+                if call.error is not None:
+                    raise call.error
+                if call.result is not None:
+                    return call.result
                 break
-            await self._sink.news()
+            await call.sink.news()
         raise StopAsyncIteration
 
-    async def _run(self, *, task_status: TaskStatus[None]) -> None:
-        sink = self._sink
-        task_status.started()
-        try:
-            with self._scope:
-                result = await self._carry_out(sink)
-                self._result = replace(result, stdout_streamed=sink.stdout.total, stderr_streamed=sink.stderr.total)
-        except Exception as error:  # the consumer's task raises it
-            self._error = error
-        finally:
-            self._ended = True
-            sink.tell()
+    async def _begin(self) -> _Running:
+        self._loop = current_loop()
+        call = self._call = _Running(self._carry_out, self._max_output)
+        self._loop.start(call.run, "emberpool stream")
+        # The call has taken its place in its session's queue once this returns; a cancel is seen after that.
+        with anyio.CancelScope(shield=True):
+            await call.began.wait()
+        return call
+
+    def __del__(self) -> None:
+        call = self._call
+        # Collection may come at any moment and in any thread: the loop itself ends the call.
+        if call is not None and self._loop is not None and not call.ended.is_set():
+            self._loop.call_soon(call.scope.cancel)

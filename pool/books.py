@@ -38,7 +38,8 @@ class SandboxState:
 @dataclass(slots=True)
 class SessionState:
     """One session. ``deaths`` are the times of its involuntary losses, the recent ones and maybe older ones;
-    ``restarting`` asks for a sandbox even while nobody waits; ``not_before`` is its restart backoff."""
+    ``restarting`` asks for a sandbox even while nobody waits; ``not_before`` is its restart backoff. ``granted``: somebody
+    has had a handle on it."""
 
     key: SessionKey
     epoch: int
@@ -46,6 +47,7 @@ class SessionState:
     handles: int = 0
     sandbox: int | None = None
     restarting: bool = False
+    granted: bool = False
     not_before: float = 0.0
     deaths: list[float] = field(default_factory=list)
 
@@ -151,6 +153,13 @@ class Books:
         """Whether a closing pool has nothing left to wait for."""
         return self.closing and not self.sandboxes and not self.cold and not self.waiters
 
+    @property
+    def stocked(self) -> bool:
+        """Whether the engine is there, and with it all the standbys that are wanted and find a place."""
+        taken = len(self.in_phase(Phase.BOUND)) + len(self.in_phase(Phase.STOPPING))
+        wanted = min(self.policy.min_standby, self.policy.max_sandboxes - taken)
+        return self.health.reachable and len(self.in_phase(Phase.STANDBY)) >= wanted
+
     def waiting(self) -> dict[SessionKey, None]:
         """The sessions that somebody waits for, first come first."""
         if not self.waiters:
@@ -161,6 +170,10 @@ class Books:
         """A call runs or anyone waits; handles alone do not count."""
         running = session.sandbox is not None and bool(self.sandboxes[session.sandbox].running)
         return running or any(waiter.key == session.key for waiter in self.waiters.values() if waiter.kind != "cold")
+
+    def counts(self, session: SessionState) -> bool:
+        """Whether a session is more than a memory of its deaths: somebody has a handle, waits, or it has a sandbox."""
+        return bool(session.handles) or session.sandbox is not None or self.in_use(session)
 
     def claims(self, now: float) -> list[SessionState]:
         """The sessions that want a sandbox, have none and may be given one now (not in restart backoff, not past their
@@ -247,7 +260,7 @@ class Books:
 
     def forget(self, session: SessionState, reason: str) -> None:
         del self.sessions[session.key]
-        self.emit(ev.SessionForgotten(session.key, session.epoch, reason))
+        self.emit(ev.SessionForgotten(session.key, session.epoch, reason, session.granted))
 
     def give_back(self, key: SessionKey, now: float) -> None:
         """An acquire came to nothing. If nobody has run anything in its sandbox and nobody will, the sandbox goes at

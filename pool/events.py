@@ -98,9 +98,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class AcquireWanted:
+    """``generation`` is the sandbox that the session must have already; then none is started for it."""
+
     waiter: int
     key: SessionKey
     deadline: float
+    generation: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +237,8 @@ class PolicyChanged:
 
 @dataclass(frozen=True, slots=True)
 class CloseBegan:
+    """The pool is to close; told again, the earlier deadline holds."""
+
     drain_deadline: float
 
 
@@ -304,11 +309,12 @@ class EndCall:
 
 @dataclass(frozen=True, slots=True)
 class SessionForgotten:
-    """The core keeps nothing of this epoch any more; ``reason`` is for the log."""
+    """The core keeps nothing of this epoch any more; ``granted`` says whether anybody ever had a handle on it."""
 
     key: SessionKey
     epoch: int
     reason: str
+    granted: bool = False
 
 
 Effect = StartSandbox | StopSandbox | BindSandbox | Grant | RunCall | RunCold | Refuse | EndCall | SessionForgotten

@@ -53,11 +53,15 @@ class HostCalls:
             self._leave()
         raise PoolClosed("the pool closed while the tool ran; it was ended", started=True)
 
-    async def close(self, drain: float) -> None:
-        """Refuse who waits and who comes, give those that run ``drain`` seconds, then cancel them and wait for their end."""
+    def refuse(self) -> None:
+        """Refuse who waits and who comes from now on."""
         self._closed = True
         for waiter in self._waiting:
             waiter.told.set()
+
+    async def close(self, drain: float) -> None:
+        """``refuse``, give those that run ``drain`` seconds, then cancel them and wait for their end."""
+        self.refuse()
         for patience in (drain, END_PATIENCE):
             if not self._running:
                 return

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from executor.locks import HeldLock
 from executor.proc import boot_id
 from executor.result import PoolUnusable
 from pool.identity import UNREADABLE, load_identity
@@ -68,7 +69,7 @@ class StateDirectory:
     which are left alone. ``boot`` is the boot whose entries tell the whole truth; ``""`` where none do.
     """
 
-    def __init__(self, path: Path, lock: int, pool_id: str, secret: bytes) -> None:
+    def __init__(self, path: Path, lock: HeldLock, pool_id: str, secret: bytes) -> None:
         self.path, self.pool_id, self._secret, self._lock = path, pool_id, secret, lock
         self.repaired: list[str] = []
         self.foreign: list[str] = []
@@ -101,17 +102,15 @@ class StateDirectory:
             directory._look_through(identity.repaired)
             return directory
         except OSError as error:
-            os.close(lock)
+            lock.close()
             raise PoolUnusable(f"the state directory {path} cannot be used: {error.strerror or error}") from error
         except BaseException:
-            os.close(lock)
+            lock.close()
             raise
 
     def close(self) -> None:
         """Give the lock back; twice is harmless."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.close()
 
     def session_id(self, agent: str, session: str) -> str:
         """The only form in which a session's key leaves the pool: an HMAC under the pool's secret, 16 hex digits."""

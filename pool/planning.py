@@ -192,6 +192,7 @@ def _serve(books: Books, now: float) -> None:
         if waiter.kind == "acquire":
             del books.waiters[waiter.id]
             session.handles += 1
+            session.granted = True
             session.last_used = now
             books.emit(ev.Grant(waiter.id, box.n, session.epoch))
         elif books.has_turn(box.n, now):
@@ -239,7 +240,7 @@ def _forget(books: Books, now: float) -> None:
         if session.key not in waiting:
             session.restarting = False
             if books.closing or not books.recent_deaths(session, now):
-                books.forget(session, "unused")
+                books.forget(session, "pool_closed" if books.closing else "unused")
 
 
 def _level(books: Books, claims: int, now: float) -> None:

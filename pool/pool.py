@@ -7,6 +7,7 @@ own, whose outcome is the next event. Feeding is synchronous, so a caller's canc
 from __future__ import annotations
 
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,11 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-from anyio.abc import TaskGroup, TaskStatus
 
 from executor.call import Call
 from executor.cgroups import remove_parent
 from executor.engine import Engine, EngineInfo, NameTaken
+from executor.event_loop import Nursery
 from executor.locate import find_engine
 from executor.log import get_logger, lost_lines
 from executor.news import News
@@ -44,14 +45,16 @@ from pool.config import Settings
 from pool.config_errors import ConfigError, Problem
 from pool.config_host import host_memory, memory_problem, require_memory
 from pool.descriptors import raise_limit, shortage
-from pool.events import Effect, Event, Refusal, SessionKey
+from pool.events import Effect, Event, Fault, Refusal, RefusalKind, SessionKey
 from pool.host_calls import HostCalls
 from pool.ledger import StateDirectory
+from pool.lifecycle import Lifecycle
 from pool.link import EngineLink, FindEngine
 from pool.policy import policy_of
 from pool.privileged import Privileged
 from pool.refusals import error_of, fault_of
 from pool.session import Prepare, Session
+from pool.sessions import OnSessionEnded, SessionEnd, SessionInfo, info_of
 from pool.startup import MakeImage, make_image
 from pool.state import Phase, PoolState
 from pool.tools import ToolPlan, environment, run_on_host, with_retries
@@ -60,8 +63,8 @@ from pool.workshop import ColdSetting, Workshop
 log = get_logger("emberpool.pool")
 
 MAX_SANDBOXES = 10_000
-STOP_PATIENCE = 30.0
-"""Seconds beyond the drain that a closing pool waits for its containers to be confirmed gone."""
+_MAY_PASS = (RefusalKind.ENGINE_UNAVAILABLE, RefusalKind.POOL_UNUSABLE)
+"""Faults that ``ready`` waits out: an engine comes back, and a disk is emptied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,15 +87,22 @@ class _Place:
 class SandboxPool:
     """The warm pool. ``async with SandboxPool(settings) as pool: session = await pool.acquire("agent", "chat-42")``.
 
-    Entering the block opens and locks the state directory (``PoolUnusable``) and starts the supervisor. It does not wait
-    for an engine: while none is there, everything is refused with the reason, and heals by itself once it is.
+    Entering the block is ``start``, leaving it ``aclose``: where a framework starts and stops things in tasks of its own, call
+    these. Only the event loop that it was started on may use a pool; all others get ``PoolUnusable`` from every method.
+    A start does not wait for an engine: while none is there, everything is refused with the reason, and heals by itself once it is.
     ``find`` returns the engine to use (by default the first that answers, see ``executor.locate``). Where the image is
     missing on it at the start, ``make_image`` brings it (by default it is pulled or built), and callers are refused meanwhile.
     Raises ``ConfigError`` where all containers together may use more memory than this host has (``pool.overcommit``).
+    ``on_session_ended`` is called with a ``SessionEnd`` once a session that somebody had a handle on is no more.
     """
 
     def __init__(
-        self, settings: Settings | None = None, *, find: FindEngine | None = None, make_image: MakeImage = make_image
+        self,
+        settings: Settings | None = None,
+        *,
+        find: FindEngine | None = None,
+        make_image: MakeImage = make_image,
+        on_session_ended: OnSessionEnded | None = None,
     ) -> None:
         self.settings, self._make_image = settings or Settings(), make_image
         require_memory(self.settings)
@@ -107,77 +117,110 @@ class SandboxPool:
         self._feeding = False
         self._lines: deque[tuple[Callable[..., None], str, dict[str, Any]]] = deque()
         self._random = random.Random()  # noqa: S311 - jitter, not a secret
-        self._entered = self._running = self._over = False
+        self._on_session_ended = on_session_ended
+        self._stepping, self._left = News(), list[str]()
+        self._life = Lifecycle(self)
 
     async def __aenter__(self) -> SandboxPool:
-        if self._entered:
-            raise PoolClosed("a SandboxPool is used once; make a new one")
-        self._entered = True
+        return await self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._life.close(self.settings.pool.drain_timeout if kind is None else 0.0)
+        except PoolUnusable as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
+
+    async def start(self, *, nursery: Nursery | None = None) -> SandboxPool:
+        """Lock the state directory and start the supervisor, which lives until ``aclose`` and is not bound to this task.
+
+        It runs in a task of its own (on trio a system task), or in ``nursery``, a ``trio.Nursery`` or an AnyIO task group: one
+        that is cancelled closes the pool. Raises ``PoolUnusable``, ``ConfigError`` where this host lacks file descriptors for it,
+        and ``PoolClosed`` the second time.
+        """
         raise_limit()
         if text := shortage(self.settings):
             raise ConfigError([Problem("pool.max_sandboxes", text)])
+        self._life.enter_loop()
+        try:
+            self._open()
+        except BaseException:
+            self._life = Lifecycle(self)  # nothing has begun
+            raise
+        self._earlier, self._woken = anyio.Event(), float("inf")
+        self._stepped = anyio.current_time()
+        await self._life.start(nursery, self._link.run, self._clock)
+        return self
+
+    def _open(self) -> None:
         self._directory = StateDirectory.open(self.settings.pool.state_dir)
         self._log = log.bind(pool=self._directory.pool_id, name=self.settings.pool.name)
-        self._tasks: TaskGroup = anyio.create_task_group()
-        self._shop = Workshop(self.settings, self._directory, self._hub, self._tasks, self._threads)
+        self._shop = Workshop(self.settings, self._directory, self._hub, self._life.tasks, self._threads)
         self._link = EngineLink(
             self.settings, self._find, self._directory.pool_id, self._hub, self._shop, self, self._make_image
         )
         self._begin_log()
-        self._earlier, self._woken = anyio.Event(), float("inf")
-        self._stepped = anyio.current_time()
-        self._gone = anyio.Event()
-        self._caller: TaskGroup = anyio.create_task_group()
-        await self._caller.__aenter__()
-        # A cancel that comes now is seen at the caller's next checkpoint; torn here, it would keep the lock.
-        with anyio.CancelScope(shield=True):
-            await self._caller.start(self._supervise)
-        self._running = True
-        return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        pool = self.settings.pool
-        drain = pool.drain_timeout if kind is None else 0.0
-        with anyio.CancelScope(shield=True):
-            self.feed(ev.CloseBegan(anyio.current_time() + drain))
-            await self._host_calls.close(drain)
-            with anyio.move_on_after(drain + STOP_PATIENCE):
-                await self._gone.wait()
-            left = await self._shop.last_sweep()
-        self._tasks.cancel_scope.cancel()
-        cancelled = error is not None and isinstance(error, anyio.get_cancelled_exc_class())
-        try:
-            if cancelled:
-                return await self._caller.__aexit__(kind, error, trace)
-            await self._caller.__aexit__(None, None, None)
-        finally:
-            if self._shop.connection is not None:
-                remove_parent(self._shop.connection.profile.cgroup_parent)
-            self._directory.close()
-            if left:
-                self._log.error(
-                    "pool.left_behind", containers=left, hint="the next start with this state_dir removes them"
-                )
-            self._log.info("pool.closed")
-        return None
+    async def aclose(self) -> None:
+        """Close the pool: refuse new work, let what runs finish for ``pool.drain_timeout``, then end it, and remove every
+        container. From any task of the pool's loop; twice is harmless. Raises ``PoolUnusable`` where the supervisor failed."""
+        await self._life.close(self.settings.pool.drain_timeout)
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Begin to close as ``aclose`` does and return at once; running calls get ``timeout`` seconds (default
+        ``pool.drain_timeout``). From any thread, and from a signal handler. ``aclose`` waits for the end."""
+        self._life.close_soon(self.settings.pool.drain_timeout if timeout is None else positive_seconds(timeout))
+
+    def __del__(self) -> None:
+        # Also for a pool whose making failed.
+        if (life := getattr(self, "_life", None)) is not None and life.abandoned():
+            message = f"{type(self).__name__} of {self.settings.pool.state_dir} was never closed: {life.error()}"
+            warnings.warn(message, ResourceWarning, source=self, stacklevel=2)
 
     # --- for callers --------------------------------------------------------------------------------------------------
 
-    async def acquire(self, agent: str, session: str, *, timeout: float | None = None) -> Session:
+    async def ready(self, *, timeout: float | None = None) -> None:
+        """Wait until the engine is there and every standby that is wanted stands: a first ``acquire`` waits for nothing then.
+
+        Waits at most ``timeout`` seconds (default ``pool.acquire_timeout``); then, and at once where waiting does not help, it
+        raises why: ``EngineUnavailable``, ``ImageMissing``, ``ProfileMismatch``, ``PoolUnusable``, ``PoolExhausted``, ``PoolClosed``.
+        """
+        wait = self.settings.pool.acquire_timeout if timeout is None else positive_seconds(timeout)
+        health = self._state.health
+        with anyio.move_on_after(wait):
+            while True:
+                await anyio.lowlevel.checkpoint()
+                self._require_open()
+                if self._state.stocked:
+                    return
+                health = self._state.health
+                if health.fault is not None and health.fault.kind not in _MAY_PASS:
+                    break
+                await self._stepping.wait()
+        kind = RefusalKind.POOL_EXHAUSTED if health.reachable else RefusalKind.ENGINE_UNAVAILABLE
+        fault = health.fault or Fault(kind, f"the pool was not ready within {wait:g} s")
+        raise error_of(Refusal(fault.kind, fault.message, 1.0 if fault.kind in (*_MAY_PASS, kind) else None))
+
+    async def acquire(
+        self, agent: str, session: str, *, timeout: float | None = None, generation: str | None = None
+    ) -> Session:
         """A handle on the session ``(agent, session)``, once it owns a live sandbox: its own, or a standby, or a new one.
 
-        Waits at most ``timeout`` seconds (default ``pool.acquire_timeout``), first come first served. Raises ``InvalidCall``,
+        Waits at most ``timeout`` seconds (default ``pool.acquire_timeout``), first come first served. With ``generation`` the
+        session has to have that very sandbox already: else it is ``StateLost``, and none is started. Raises ``InvalidCall``,
         ``PoolExhausted``, ``QuotaExceeded``, ``EngineUnavailable``, ``ImageMissing``, ``ImageUnfit``, ``ProfileMismatch``, ``SandboxDied``
         (the session keeps dying), ``SessionClosed`` (it was closed while this waited) or ``PoolClosed``. Nothing ever runs anywhere weaker instead.
         """
         key = (key_part("agent", agent), key_part("session", session))
         wait = self.settings.pool.acquire_timeout if timeout is None else positive_seconds(timeout)
         self._require_open()
+        n = self._parse_generation(generation) if generation is not None else None
         waiter, place = self._wait()
         try:
-            self.feed(ev.AcquireWanted(waiter, key, anyio.current_time() + wait))
+            self.feed(ev.AcquireWanted(waiter, key, anyio.current_time() + wait, n))
             await place.answered()
         except BaseException:
             if isinstance(place.answer, ev.Grant):
@@ -269,8 +312,28 @@ class SandboxPool:
         self._say(self._log.info, "pool.resized", min_standby=standby, max_sandboxes=most)
         self.feed(ev.PolicyChanged(replace(policy, min_standby=standby, max_sandboxes=most)))
 
+    def sessions(self) -> list[SessionInfo]:
+        """The sessions that somebody has a handle on, waits for, or that have a sandbox. Acquires nothing."""
+        self._require_open()
+        state, now = self._state, anyio.current_time()
+        return [
+            info_of(state, session, self._directory.session_id(*session.key), self._shop.instance, now)
+            for session in state.sessions.values()
+            if state.counts(session)
+        ]
+
+    async def close_session(self, agent: str, session: str) -> bool:
+        """End a session as ``Session.close`` does, without a handle on it; whether there was one. Starts nothing."""
+        self._require_open()
+        state = self._state.sessions.get((key_part("agent", agent), key_part("session", session)))
+        if state is None or not self._state.counts(state):
+            return False
+        self.end(state.key, state.epoch)
+        return True
+
     def snapshot(self) -> dict[str, Any]:
         """Counts derived from the core's state, for operators and tests: sandboxes by phase, sessions, waiters, health."""
+        self._life.require_thread()
         state = self._state
         return {
             "pool": self._directory.pool_id,
@@ -374,7 +437,7 @@ class SandboxPool:
                 **entry.fields(now, self._shop.image_id),
             )
 
-    async def ready(self, key: SessionKey, epoch: int) -> None:
+    async def session_ready(self, key: SessionKey, epoch: int) -> None:
         """Wait until the session's sandbox has an armed runner, as ``Session.ready`` tells it."""
         self._require_open()
         session = self._state.sessions.get(key)
@@ -396,6 +459,10 @@ class SandboxPool:
             return None
         return f"{self._shop.instance}-{session.sandbox}"
 
+    def require_here(self) -> None:
+        """Raise ``PoolUnusable`` unless the caller is on the pool's loop, or the pool has ended."""
+        self._life.require_here()
+
     def detach(self, key: SessionKey, epoch: int) -> None:
         self.feed(ev.HandleReleased(key, epoch))
 
@@ -407,6 +474,8 @@ class SandboxPool:
     def feed(self, event: Event, now: float | None = None) -> None:
         """Take an event in and carry out what follows. An event that arises meanwhile is taken next, in order. ``now`` is the
         time, for those who have just looked."""
+        if self._life.ended:
+            return  # a handle may be released after the pool's end
         self._queue.append(event)
         if self._feeding:
             return
@@ -419,6 +488,7 @@ class SandboxPool:
         finally:
             self._feeding = False
         self._settle()
+        self._stepping.tell()
         if self._state.next_wake < self._woken:
             self._earlier.set()
         # Whatever a sink does now (a cancel or KeyboardInterrupt in it, a call of the pool by a hook), all has been done.
@@ -466,26 +536,62 @@ class SandboxPool:
                 place.ended = place.ended or refusal
                 if place.scope is not None:
                     place.scope.cancel()
-            case ev.SessionForgotten(key, _, reason):
+            case ev.SessionForgotten(key, _, reason, granted):
                 self._say(self._log.info, "session.forgotten", session=self._directory.session_id(*key), reason=reason)
+                if granted:
+                    self._say(self._tell_ended, reason, key=key)
 
     def _spawn(self, carry_out: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
-        # A handle may be released after the pool's end; what is left then is the next start's.
-        if not self._over:
-            self._tasks.start_soon(carry_out, *args)
+        # Once the supervisor has ended, what is left is the next start's.
+        if not self._life.over:
+            self._life.tasks.start_soon(carry_out, *args)
 
-    async def _supervise(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Run all that the pool does by itself. Shielded from the caller's cancel, since its containers have to be
-        removed then too; ``__aexit__`` ends it."""
-        try:
-            async with self._tasks:
-                self._tasks.cancel_scope.shield = True
-                self._tasks.start_soon(self._link.run)
-                self._tasks.start_soon(self._clock)
-                task_status.started()
-        finally:
-            self._over = True
-            self._gone.set()
+    def _tell_ended(self, reason: str, *, key: SessionKey) -> None:
+        if self._on_session_ended is not None:
+            session_id = self._directory.session_id(*key)
+            try:
+                self._on_session_ended(SessionEnd(*key, session_id, reason))
+            except Exception as error:  # not ours, so nothing here may depend on it
+                self._log.error(
+                    "pool.callback_failed", callback="on_session_ended", session=session_id, error=repr(error)
+                )
+
+    # --- the life's owner ---------------------------------------------------------------------------------------------
+
+    def begin_close(self, deadline: float) -> float:
+        self._host_calls.refuse()
+        self.feed(ev.CloseBegan(deadline))
+        return deadline if self._state.close_deadline is None else self._state.close_deadline
+
+    def give_up(self, error: PoolUnusable) -> None:
+        refusal = Refusal(RefusalKind.POOL_UNUSABLE, str(error))
+        for waiter, place in self._places.items():
+            if place.answer is None:
+                place.answer = ev.Refuse(waiter, refusal)
+                place.news.tell()
+            else:
+                place.ended = place.ended or replace(refusal, started=True)
+                if place.scope is not None:
+                    place.scope.cancel()
+        self._stepping.tell()
+        self._log.error("pool.failed", error=str(error))
+
+    async def clear_away(self, *, everything: bool) -> None:
+        deadline = self._state.close_deadline or 0.0
+        await self._host_calls.close(max(0.0, deadline - anyio.current_time()))
+        self._left = await self._shop.last_sweep(everything=everything)
+
+    def let_go(self) -> None:
+        self._directory.close()
+        if self._left:
+            hint = "the next start with this state_dir removes them"
+            self._log.error("pool.left_behind", containers=self._left, hint=hint)
+        if self._shop.connection is not None:
+            remove_parent(self._shop.connection.profile.cgroup_parent)
+        for session in self._state.sessions.values():
+            if session.granted:
+                self._tell_ended("pool_closed", key=session.key)
+        self._log.info("pool.closed")
 
     async def _start(self, n: int) -> None:
         began = anyio.current_time()
@@ -568,11 +674,10 @@ class SandboxPool:
     def _settle(self) -> None:
         """A closing pool has ended once its containers are gone and each caller has gone on."""
         if self._state.drained and not self._places:
-            self._gone.set()
+            self._life.gone.set()
 
     def _require_open(self) -> None:
-        if not self._running:
-            raise PoolClosed("the pool is not running; use it inside `async with SandboxPool(...)`")
+        self._life.require_open()
         if self._state.closing:
             raise PoolClosed("the pool is closed")
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from executor.locks import HeldLock
 from executor.result import PoolUnusable
 
 _HOLDER = re.compile(r"([1-9][0-9]{0,9})(?: ([0-9T:+-]{25}))?\n?\Z", re.ASCII)
@@ -51,31 +52,32 @@ def check_private(path: Path) -> None:
             raise PoolUnusable(f"{parent}, above the state directory, can be written by others; choose another place")
 
 
-def take_lock(path: Path) -> int:
-    """Lock the file ``path``, made where it is missing; the descriptor that holds the lock until it is closed.
+def take_lock(path: Path) -> HeldLock:
+    """Lock the file ``path``, made where it is missing; what holds the lock until it is closed.
 
     Raises ``StateLocked`` where another holds it, ``PoolUnusable`` where it is no file of ours, ``OSError``.
     """
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise PoolUnusable(f"{path} is a symbolic link; somebody else made it. Remove it") from error
         raise
+    lock = HeldLock(fd)
     try:
-        if not _ours(lock):
+        if not _ours(fd):
             raise PoolUnusable(f"{path} is not a regular file of this user; somebody else made it. Remove it")
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise StateLocked(path.parent, _holder(lock)) from error
+            raise StateLocked(path.parent, _holder(path, fd)) from error
     except BaseException:
-        os.close(lock)
+        lock.close()
         raise
     # For people only: whoever it names, dead or alive, the lock alone decides. So a full disk is no reason to refuse.
     with suppress(OSError):
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()} {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode(), 0)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()} {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode(), 0)
     return lock
 
 
@@ -146,11 +148,25 @@ def make_private(path: Path) -> None:
         sync_directory(place.parent)
 
 
-def _holder(lock: int) -> str:
+def _holder(path: Path, lock: int) -> str:
+    """Who holds a lock that another has: whom its file names, unless the system knows better."""
     match = _HOLDER.match(os.pread(lock, 100, 0).decode("ascii", "replace"))
-    if match is None:
-        return "pid unknown"
-    return f"pid {match[1]}, since {match[2]}" if match[2] else f"pid {match[1]}"
+    named = match[1] if match else "unknown"
+    having = _having_open(path)
+    if having and named not in having:
+        dead = f", which has it from pid {named}, a pool's that has ended" if match else ""
+        return f"pid {' and '.join(having)}{dead}"
+    return f"pid {named}, since {match[2]}" if match and match[2] else f"pid {named}"
+
+
+def _having_open(path: Path) -> list[str]:
+    """The other processes that have a file open, as Linux tells of those that this user may look at."""
+    found, place = set(), path.resolve()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if link.readlink() == place:  # looking at the file behind a link could wait for a network
+                found.add(link.parts[2])
+    return sorted(found - {str(os.getpid())}, key=int)
 
 
 def _ours(file: int) -> bool:

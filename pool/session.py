@@ -202,6 +202,7 @@ class Session:
         return checked_call(self._pool.settings, self._key[0], argv, code, stdin, env, timeout, max_output, unbuffered)
 
     def _require_attached(self) -> None:
+        self._pool.require_here()
         if self._released:
             raise SessionClosed("this handle was released; acquire the session again")
 
@@ -213,16 +214,18 @@ class Session:
         ``PoolClosed``, ``SandboxDied``, ``EngineUnavailable`` (no runner was armed in time) and whatever ``acquire`` raises.
         """
         self._require_attached()
-        await self._pool.ready(self._key, self._epoch)
+        await self._pool.session_ready(self._key, self._epoch)
 
     async def release(self) -> None:
         """Detach this handle; the session and its sandbox stay. Twice is harmless."""
+        self._pool.require_here()
         if not self._released:
             self._released = True
             self._pool.detach(self._key, self._epoch)
 
     async def close(self) -> None:
         """End the session for all its handles: its sandbox is destroyed, its running call ends with ``SessionClosed``."""
+        self._pool.require_here()
         self._released = True
         self._pool.end(self._key, self._epoch)
 

@@ -41,13 +41,16 @@ class PoolState(Books):
 
     def _on_acquire(self, event: ev.AcquireWanted, now: float) -> None:
         session = self.sessions.get(event.key)
+        if event.generation is not None and (session is None or session.sandbox != event.generation):
+            self.refuse(event.waiter, RefusalKind.STATE_LOST, lost(event.generation))
+            return
         if not self._within_quota(event, session):
             return
         if session is None:
             session = self.new_session(event.key, now)
         if session.sandbox is None and self._queue_full(event.waiter):
             return
-        self.waiters[event.waiter] = Waiter(event.waiter, "acquire", event.deadline, now, event.key)
+        self.waiters[event.waiter] = Waiter(event.waiter, "acquire", event.deadline, now, event.key, event.generation)
 
     def _on_call(self, event: ev.CallWanted, now: float) -> bool:
         session = self._session(event.key, event.epoch)
@@ -194,7 +197,9 @@ class PoolState(Books):
         self.policy = event.policy
 
     def _on_close(self, event: ev.CloseBegan, now: float) -> None:
-        self.close_deadline = event.drain_deadline
+        self.close_deadline = min(
+            event.drain_deadline, math.inf if self.close_deadline is None else self.close_deadline
+        )
         self._stop_sooner(now)
 
     def _on_tick(self, event: ev.Tick, now: float) -> None:
@@ -217,16 +222,13 @@ class PoolState(Books):
             if box.stop_again_at is not None:
                 box.stop_again_at = now
 
-    def _counts(self, session: SessionState) -> bool:
-        return bool(session.handles) or session.sandbox is not None or self.in_use(session)
-
     def _within_quota(self, event: ev.AcquireWanted, session: SessionState | None) -> bool:
         """Whether the agent may hold this session too; refuses where it may not."""
         agent, policy = event.key[0], self.policy
         quota = policy.agent_quotas.get(agent, policy.max_sessions_per_agent)
-        if not quota or (session is not None and self._counts(session)):
+        if not quota or (session is not None and self.counts(session)):
             return True
-        held = sum(1 for other in self.sessions.values() if other.key[0] == agent and self._counts(other))
+        held = sum(1 for other in self.sessions.values() if other.key[0] == agent and self.counts(other))
         if held < quota:
             return True
         own = agent in policy.agent_quotas

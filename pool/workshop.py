@@ -397,9 +397,12 @@ class Workshop:
         Raises ``PoolUnusable``."""
         return await self._sweeper.sweep(self._require(), time.time())
 
-    async def last_sweep(self) -> list[str]:
-        """Sweep once more as the pool ends; the names of the containers that may exist all the same."""
+    async def last_sweep(self, *, everything: bool = False) -> list[str]:
+        """Sweep once more as the pool ends, what is in use too if ``everything``; the names of the containers that may exist
+        all the same."""
         self._sweeper.disinherit()
+        if everything:
+            self._users.clear()
         try:
             if self.connection is not None and any(one.name not in self._users for one in self._state.entries()):
                 with anyio.move_on_after(LAST_SWEEP):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import select
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -93,7 +94,8 @@ class Exec:
         return False
 
     async def send(self, data: bytes) -> None:
-        await anyio.lowlevel.checkpoint()
+        if len(data) > select.PIPE_BUF:  # less is taken whole by a real pipe, so that no cancel can come between
+            await anyio.lowlevel.checkpoint()
         self._inbox += data
         while self._preamble:
             size = int.from_bytes(self._inbox[:4], "big")

@@ -14,7 +14,7 @@ import pytest
 
 from executor.engine import EngineInfo, ImageInfo
 from executor.profile import LABEL_CONFIG, LABEL_KIND, LABEL_POOL
-from executor.result import EngineFailed, StateLost
+from executor.result import EngineFailed, PoolUnusable, StateLost
 from pool.adoption import Standard, unfit
 from pool.cleanup import Found, Leftover
 from pool.config import Settings
@@ -40,10 +40,15 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 async def killed(pool: SandboxPool, engine: ScriptedEngine) -> None:
     """End a pool that was entered by hand as SIGKILL ends its process: everything stops, nothing is cleared away."""
-    pool._tasks.cancel_scope.cancel()
+
+    async def nothing(*, everything: bool) -> None:
+        pass
+
+    pool.clear_away = nothing  # type: ignore[method-assign]
+    pool._life.tasks.cancel_scope.cancel()
     engine.kill_clients()
-    await pool._caller.__aexit__(None, None, None)
-    pool._directory.close()
+    with pytest.raises(PoolUnusable):
+        await pool.aclose()
     # What had waited in there has seen the end of its stdin.
     await until(lambda: not any(box.execs for box in engine.boxes.values()), limit=5)
 

@@ -22,11 +22,12 @@ import pool as pool_package
 from executor.engine import Engine, ImageInfo
 from executor.log import lost_lines
 from executor.profile import LABEL_POOL
-from executor.result import EngineFailed
+from executor.result import EngineFailed, PoolUnusable
 from pool import private_files
 from pool.ledger import Entry, StateDirectory
 from pool.pool import SandboxPool
 from pool.session import Session
+from pool.sessions import SessionEnd
 from pool.startup import MakeImage, make_image
 from tests.pools import (
     LATENCY,
@@ -298,7 +299,33 @@ async def nothing_goes(stage: Stage) -> None:
     assert len(stage.engine.boxes) == 1
 
 
+async def callback_fails(stage: Stage) -> None:
+    def callback(end: SessionEnd) -> None:
+        raise ZeroDivisionError
+
+    settings = settings_of(stage.state_dir)
+    async with SandboxPool(settings, find=stage.engine.find, on_session_ended=callback) as pool:
+        await (await stage.acquired(pool, "agent")).close()
+        await stage.answers(pool)
+    assert_closed(pool, stage.engine)
+
+
+async def supervisor_fails(stage: Stage) -> None:
+    async def bug() -> None:
+        raise ZeroDivisionError
+
+    pool = await SandboxPool(settings_of(stage.state_dir), find=stage.engine.find).start()
+    await stage.acquired(pool, "agent")
+    pool._life.tasks.start_soon(bug)
+    assert isinstance(await outcome(pool.aclose), PoolUnusable)
+    assert stage.engine.boxes == {}
+    async with stage.pool():
+        pass  # its lock was given back
+
+
 SCENES: dict[str, tuple[Scene, list[str]]] = {
+    "callback fails": (callback_fails, ["pool.callback_failed"]),
+    "supervisor fails": (supervisor_fails, ["pool.failed"]),
     "plain": (plain, [
         "pool.started", "pool.engine_up", "sandbox.started", "session.bound", "call.ended", "pool.resized",
         "session.forgotten", "sandbox.stopped", "pool.closed",
@@ -462,3 +489,14 @@ async def test_an_interrupt_in_a_line_of_the_pools_own_tasks_ends_the_pool(stage
     async with stage.pool():
         await anyio.sleep(20)  # what was left is removed
         assert stage.engine.boxes == {}
+
+
+async def test_an_interrupt_in_the_last_line_of_a_pool_comes_out_of_its_close(stage: Stage, sink: Sink) -> None:
+    sink.bad, sink.error, sink.once = {"pool.closed"}, KeyboardInterrupt(), True
+    pool = await SandboxPool(settings_of(stage.state_dir), find=stage.engine.find).start()
+    await stage.acquired(pool, "agent")
+    with pytest.raises(KeyboardInterrupt):
+        await pool.aclose()
+    assert_closed(pool, stage.engine)
+    async with stage.pool():
+        pass  # its lock was given back

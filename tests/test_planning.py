@@ -129,7 +129,7 @@ def test_a_reclaimed_session_that_nobody_holds_is_forgotten_in_the_same_step() -
     grant = core.granted("a")
     core.feed(ev.HandleReleased(A, grant.epoch))
     core.acquire("b")
-    assert core.wake() == [ev.StopSandbox(1, "reclaimed"), ev.SessionForgotten(A, grant.epoch, "unused")]
+    assert core.wake() == [ev.StopSandbox(1, "reclaimed"), ev.SessionForgotten(A, grant.epoch, "unused", granted=True)]
 
 
 def test_a_dead_session_that_nobody_used_for_idle_timeout_is_not_restarted_any_more() -> None:

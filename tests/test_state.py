@@ -450,7 +450,7 @@ def test_a_closed_session_is_remembered_only_for_as_long_as_its_deaths_are_recen
     core = Core(replace(BARE, restart_window=60.0, max_sessions_per_agent=1))
     grant = core.granted("a")
     core.feed(ev.SandboxDied(grant.n, "oom"), ev.SessionEnded(A, grant.epoch))
-    assert core.all(ev.SessionForgotten) == [ev.SessionForgotten(A, grant.epoch, "closed")]
+    assert core.all(ev.SessionForgotten) == [ev.SessionForgotten(A, grant.epoch, "closed", granted=True)]
     core.start_all()
     core.stop_all()
     core.granted("b")  # what is remembered is no session that counts
@@ -553,3 +553,39 @@ def test_restarts_count_as_claims_so_that_starts_stay_within_what_is_wanted() ->
     core.feed(ev.SandboxDied(1, "oom"))
     assert core.all(ev.BindSandbox) == [ev.BindSandbox(2, A)]
     assert len(core.all(ev.StartSandbox)) == 1
+
+
+# --- what an embedder asks --------------------------------------------------------------------------------------------
+
+
+def test_an_acquire_that_names_a_generation_starts_nothing_and_waits_for_nothing() -> None:
+    core = Core(BARE)
+    core.feed(ev.AcquireWanted(901, A, 100.0, generation=1))
+    assert core.only(ev.Refuse).refusal.kind is RefusalKind.STATE_LOST
+    assert core.all(ev.StartSandbox) == []
+    assert core.state.sessions == {}
+    grant = core.granted("a")
+    core.feed(ev.AcquireWanted(902, A, 100.0, generation=grant.n))
+    assert core.only(ev.Grant).n == grant.n
+    core.feed(ev.AcquireWanted(903, A, 100.0, generation=grant.n + 1))
+    assert core.only(ev.Refuse).refusal.kind is RefusalKind.STATE_LOST
+
+
+def test_of_two_closes_the_earlier_deadline_holds() -> None:
+    for first, second in ((5.0, 50.0), (50.0, 5.0), (0.0, 5.0)):
+        core = Core(BARE)
+        core.feed(ev.CloseBegan(first), ev.CloseBegan(second))
+        assert core.state.close_deadline == min(first, second)
+
+
+def test_a_pool_is_stocked_once_the_standbys_that_find_a_place_stand() -> None:
+    core = Core(replace(BARE, min_standby=2, max_sandboxes=3))
+    seen = [core.state.stocked]
+    core.start_all()
+    seen.append(core.state.stocked)
+    core.granted("a")
+    core.granted("b")  # so there is room for one only
+    core.start_all()
+    seen.append(core.state.stocked)
+    core.feed(ev.EngineDown(UNREACHABLE, 1.0))
+    assert [*seen, core.state.stocked] == [False, True, True, False]

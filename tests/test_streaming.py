@@ -109,15 +109,15 @@ async def test_the_blocks_own_error_comes_out_as_it_is() -> None:
                 raise KeyError("mine")
 
 
-async def test_a_stream_is_entered_before_it_is_read_and_only_once() -> None:
+async def test_a_stream_begins_when_it_is_entered_or_first_read_and_only_once() -> None:
     async with room(flood) as made:
         events = stream(made)
-        with pytest.raises(RuntimeError, match="async with"):
-            await anext(events)
-        async with events:
-            await collect(events)
+        assert await anext(events)
         with pytest.raises(RuntimeError, match="once"):
             await events.__aenter__()
+        await events.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(events)
 
 
 async def test_a_call_has_its_place_in_the_queue_once_its_stream_is_entered() -> None:
