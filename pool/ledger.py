@@ -183,10 +183,10 @@ class StateDirectory:
             (self._ledger / f"{name}.standby").rename(self._ledger / f"{name}.bound")
 
     def has_copies(self, name: str) -> bool:
-        """Whether a container's staging directory holds more than its nonce, so that its removal may take a while."""
+        """Whether a container's staging directory holds copies of tool directories, so that its removal may take a while."""
         try:
             with os.scandir(self._staging / name) as entries:
-                return any(entry.name != "nonce" for entry in entries)
+                return any(entry.is_dir(follow_symlinks=False) for entry in entries)
         except OSError:
             return False
 

@@ -45,12 +45,12 @@ async def test_a_running_sandbox_sees_a_tool_and_its_next_version_and_can_change
         assert (await ask(box, use.format(second))).startswith("two ")
         assert (await ask(box, use.format(first))).startswith("one ")
         listing = "import os; print(*sorted(os.listdir('/tool')))"
-        assert await ask(box, listing) == " ".join(sorted([first, second, "nonce"]))
+        assert await ask(box, listing) == " ".join(sorted([first, second, "nonce", "witness"]))
         # The inside may lock what it sees; nobody out here waits for that.
         lock = f"import fcntl; fcntl.flock(open('/tool/{first}/tool.py'), fcntl.LOCK_EX); print('locked')"
         assert await ask(box, lock) == "locked"
         staging.release(first)
-        assert await ask(box, listing) == " ".join(sorted([second, "nonce"]))
+        assert await ask(box, listing) == " ".join(sorted([second, "nonce", "witness"]))
         attempt = (
             "import os\nfor act in (lambda: open(p + '/tool.py', 'a'), lambda: os.chmod(p + '/tool.py', 0o777),\n"
             "            lambda: os.unlink(p + '/tool.py'), lambda: os.mkdir('/tool/x'), lambda: os.rename(p, p + 'x')):\n"
