@@ -348,6 +348,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.feed(ev.CallWanted(self._waiter(), key, epoch, self.now + 50.0))
         self._succeed()
 
+    @rule(wait=waits, served=st.booleans())
+    def burst(self, wait: float, served: bool) -> None:
+        """Every session is wanted at once, and has its time to idle where all of them are served."""
+        for key in KEYS:
+            self.feed(ev.AcquireWanted(self._waiter(), key, self.now + wait))
+        if served:
+            self._succeed()
+            self.now += 2.3
+            self.feed(ev.Tick())
+
     @rule(wait=waits)
     def cold(self, wait: float) -> None:
         self.feed(ev.ColdWanted(self._waiter(), self.now + wait))
