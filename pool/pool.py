@@ -38,7 +38,7 @@ from executor.tool import ToolResult
 from executor.watch import EventHub
 from pool import events as ev
 from pool.audit import AuditEntry
-from pool.calls import checked_call, key_part, positive_seconds
+from pool.calls import checked_call, key_part, positive_seconds, yielding
 from pool.config import Settings
 from pool.events import Effect, Event, Refusal, SessionKey
 from pool.ledger import StateDirectory
@@ -56,7 +56,8 @@ log = get_logger("emberpool.pool")
 
 MAX_SANDBOXES = 10_000
 STOP_PATIENCE = 30.0
-"""Seconds beyond the drain that a closing pool waits for its containers to be confirmed gone."""
+"""Seconds beyond the drain, and from there beyond each container that is confirmed gone, for which a closing pool waits for
+the next one: however many there are, it goes on for as long as they go."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +100,8 @@ class SandboxPool:
         self._lines: deque[tuple[Callable[..., None], str, dict[str, Any]]] = deque()
         self._random = random.Random()  # noqa: S311 - jitter, not a secret
         self._entered = self._running = self._over = False
+        self._patience: anyio.CancelScope | None = None
+        self._dropped: deque[ev.HandleReleased] = deque()
 
     async def __aenter__(self) -> SandboxPool:
         if self._entered:
@@ -130,7 +133,7 @@ class SandboxPool:
         drain = pool.drain_timeout if kind is None else 0.0
         with anyio.CancelScope(shield=True):
             self.feed(ev.CloseBegan(anyio.current_time() + drain))
-            with anyio.move_on_after(drain + STOP_PATIENCE):
+            with anyio.move_on_after(drain + STOP_PATIENCE) as self._patience:
                 await self._gone.wait()
             left = await self._shop.last_sweep()
         self._tasks.cancel_scope.cancel()
@@ -152,6 +155,7 @@ class SandboxPool:
 
     # --- for callers --------------------------------------------------------------------------------------------------
 
+    @yielding
     async def acquire(self, agent: str, session: str, *, timeout: float | None = None) -> Session:
         """A handle on the session ``(agent, session)``, once it owns a live sandbox: its own, or a standby, or a new one.
 
@@ -180,6 +184,7 @@ class SandboxPool:
         assert isinstance(grant, ev.Grant)  # noqa: S101 - an acquire is granted or refused, nothing else
         return Session(self, key, grant.epoch, self._directory.session_id(*key))
 
+    @yielding
     async def call_cold(
         self,
         argv: Sequence[str] | None = None,
@@ -193,6 +198,7 @@ class SandboxPool:
         """One call in a disposable container of its own, as ``Session.call``; at most ``pool.max_cold`` run at once."""
         return await self.run_cold(checked_call(self.settings, "", argv, code, stdin, env, timeout, max_output))
 
+    @yielding
     async def run_tool(self, plan: ToolPlan, arguments: object, *, session: str) -> ToolResult:
         """Call a tool (see ``pool.tools.plan_tool``) for a session of its agent, where the plan says that it runs.
 
@@ -262,6 +268,7 @@ class SandboxPool:
 
     # --- for Session --------------------------------------------------------------------------------------------------
 
+    @yielding
     async def run_cold(self, call: Call, setting: ColdSetting | None = None) -> CallResult:
         """Wait for a cold place and run the call in a container of its own, made as ``setting`` says."""
         self._require_open()
@@ -285,6 +292,7 @@ class SandboxPool:
             self.feed(ev.CallEnded(waiter) if isinstance(place.answer, ev.RunCold) else ev.WaiterGone(waiter))
             self._log.info("call.ended", **entry.fields(anyio.current_time(), self._shop.image_id))
 
+    @yielding
     async def run_call(
         self,
         key: SessionKey,
@@ -374,6 +382,11 @@ class SandboxPool:
     def detach(self, key: SessionKey, epoch: int) -> None:
         self.feed(ev.HandleReleased(key, epoch))
 
+    def drop(self, key: SessionKey, epoch: int) -> None:
+        """Detach a handle that was collected without having been released. This may come in any thread and at any moment, so
+        it is noted here and taken in with the next event: before anybody else's wish is judged."""
+        self._dropped.append(ev.HandleReleased(key, epoch))
+
     def end(self, key: SessionKey, epoch: int) -> None:
         self.feed(ev.SessionEnded(key, epoch))
 
@@ -382,6 +395,8 @@ class SandboxPool:
     def feed(self, event: Event, now: float | None = None) -> None:
         """Take an event in and carry out what follows. An event that arises meanwhile is taken next, in order. ``now`` is the
         time, for those who have just looked."""
+        while self._dropped:
+            self._queue.append(self._dropped.popleft())
         self._queue.append(event)
         if self._feeding:
             return
@@ -500,6 +515,8 @@ class SandboxPool:
         seconds = round(anyio.current_time() - began, 3)
         self._say(self._log.info, "sandbox.stopped", sandbox=self._shop.name(n), why=reason, seconds=seconds)
         self.feed(ev.SandboxStopped(n))
+        if self._patience is not None:
+            self._patience.deadline = max(self._patience.deadline, anyio.current_time() + STOP_PATIENCE)
 
     def _bind(self, n: int, key: SessionKey) -> None:
         try:
