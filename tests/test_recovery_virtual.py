@@ -59,6 +59,7 @@ class Watched:
     def __init__(self, pool: SandboxPool, engine: ScriptedEngine, jitter: float) -> None:
         self.pool, self.engine = pool, engine
         self.events: list[tuple[float, ev.Event]] = []
+        self.held: Session | None = None  # a handle that nobody holds is released
         pool.jitter = lambda: jitter  # type: ignore[method-assign]
         self.jitter, step = jitter, pool._state.step
 
@@ -100,7 +101,7 @@ async def calm(one: Watched) -> Session:
     await (await one.pool.acquire("agent", "first")).close()
     await until(lambda: not one.engine.boxes)
     began = anyio.current_time()
-    session = await one.pool.acquire("agent", "session")
+    one.held = session = await one.pool.acquire("agent", "session")
     assert anyio.current_time() - began == pytest.approx(START, abs=EXACT)
     return session
 
