@@ -11,6 +11,7 @@ from executor.attached import PROVED, REFUSED, Attached, run_attached
 from executor.call import Call, carried, check_code, new_token
 from executor.docker import classify
 from executor.engine import Engine, ImageInfo, NameTaken
+from executor.killing import kill_container, not_confirmed
 from executor.log import get_logger
 from executor.outcome import (
     CANNOT_RUN,
@@ -112,7 +113,8 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
         ours = watch.created or end.code != RUN_FAILED or not isinstance(_refused(end), NameTaken)
         if ours:
             tried = True
-            await _gone(engine, watch, patient=end.ended_by != "deadline")
+            if not await _gone(engine, hub, watch, patient=end.ended_by != "deadline") and end.ended_by == "deadline":
+                raise not_confirmed()
         if not spec.python and not watch.started and hub.connected:
             with anyio.move_on_after(GONE_PATIENCE):  # the event may only be late
                 await watch.told_of_start.wait()
@@ -120,7 +122,7 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
     finally:
         # An engine that would not remove it a moment ago is not asked twice: the caller waits for that.
         if ours and not tried:
-            await _gone(engine, watch, patient=False)
+            await _gone(engine, hub, watch, patient=False)
         hub.forget(spec.identity.name)
 
 
@@ -162,18 +164,29 @@ def _refused(end: Attached) -> EmberpoolError:
     return classify(bytes(end.stderr.kept), end.code or 0, "starting a cold call")
 
 
-async def _gone(engine: Engine, watch: Watch, *, patient: bool) -> None:
-    """Confirm that the container is absent: the engine removes it by itself when it ends; otherwise it is removed."""
+async def _gone(engine: Engine, hub: EventHub, watch: Watch, *, patient: bool) -> bool:
+    """Confirm that the container is absent: the engine removes it by itself when it ends; otherwise it is killed, which
+    waits for nothing else, and removed. Whether nothing of it runs any more."""
     with anyio.CancelScope(shield=True):
-        if patient and not watch.destroyed.is_set():
-            with anyio.move_on_after(GONE_PATIENCE):
-                await watch.destroyed.wait()
-        if watch.destroyed.is_set():
-            return
+        if patient:
+            await _removed_by_itself(watch)
+        # One that was not seen to start may be starting now: only its absence proves anything.
+        seen = watch.started and bool(watch.container)
+        if seen and not watch.destroyed.is_set():
+            if not await kill_container(engine, hub, watch, watch.container, why="cold call"):
+                return False
+            await _removed_by_itself(watch)
         with anyio.move_on_after(REMOVE_TIMEOUT):
-            try:
-                # By its ID: whoever may use the engine can have renamed it, and made another one of that name.
-                await engine.remove(watch.container or watch.name)
-                watch.destroyed.set()
-            except EmberpoolError as error:
-                log.warning("cold.remove_failed", sandbox=watch.name, error=str(error))
+            if not watch.destroyed.is_set():
+                try:
+                    # By its ID: whoever may use the engine can have renamed it, and made another one of that name.
+                    await engine.remove(watch.container or watch.name)
+                    watch.destroyed.set()
+                except EmberpoolError as error:
+                    log.warning("cold.remove_failed", sandbox=watch.name, error=str(error))
+    return seen or watch.destroyed.is_set()
+
+
+async def _removed_by_itself(watch: Watch) -> None:
+    with anyio.move_on_after(GONE_PATIENCE):
+        await watch.destroyed.wait()

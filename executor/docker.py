@@ -105,7 +105,7 @@ class Endpoint:
 
 class CommandLineEngine:
     """An engine driven by its command line. ``timeout`` bounds each question, ``start_timeout`` each start, in seconds;
-    at most ``concurrency`` questions are asked at once."""
+    at most ``concurrency`` questions are asked at once, and besides them as many kills: an answer waits for each of those."""
 
     def __init__(
         self, endpoint: Endpoint, *, timeout: float = 15.0, start_timeout: float = 60.0, concurrency: int = 8
@@ -114,12 +114,15 @@ class CommandLineEngine:
         self._timeout, self._start_timeout = timeout, start_timeout
         self._env = process.client_environment(dict(endpoint.env))
         self._limit = anyio.Semaphore(concurrency, fast_acquire=True)
+        self._kills = anyio.Semaphore(concurrency, fast_acquire=True)
 
     def __repr__(self) -> str:
         return f"<CommandLineEngine {self.endpoint.kind} found={self.endpoint.found!r}>"
 
-    async def _ask(self, *words: str, doing: str, timeout: float | None = None) -> Finished:
-        async with self._limit:
+    async def _ask(
+        self, *words: str, doing: str, timeout: float | None = None, lane: anyio.Semaphore | None = None
+    ) -> Finished:
+        async with lane or self._limit:
             done = await process.run([*self.endpoint.argv, *words], self._env, timeout=timeout or self._timeout)
         if done.code != 0:
             raise classify(done.stderr, done.code, doing)
@@ -184,7 +187,9 @@ class CommandLineEngine:
         return raw[0]
 
     async def kill(self, name: str) -> None:
-        await self._ask("kill", "--", name, doing=f"killing {name}")
+        await self._ask("kill", "--", name, doing=f"killing {name}", lane=self._kills)
+        if self.endpoint.kind == "podman":  # docker waits for the end itself
+            await self._ask("wait", "--", name, doing=f"waiting for the end of {name}", lane=self._kills)
 
     async def remove(self, name: str) -> None:
         # `rm -f` races with the engine's own removal of a --rm container ("already in progress"), so absence is what

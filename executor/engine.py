@@ -125,7 +125,10 @@ class Engine(Protocol):
         ...
 
     async def kill(self, name: str) -> None:
-        """SIGKILL a container's PID 1. Raises ``ContainerGone``."""
+        """SIGKILL a container's PID 1 and return once nothing in it runs any more; waits for no other question.
+
+        Raises ``ContainerGone`` where it does not run.
+        """
         ...
 
     async def remove(self, name: str) -> None:

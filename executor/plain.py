@@ -14,6 +14,7 @@ import anyio
 from executor.attached import PROVED, Attached, run_attached
 from executor.call import Call, carried, new_token
 from executor.engine import Engine
+from executor.killing import not_confirmed
 from executor.log import get_logger
 from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, exec_result, never_began, unproven
 from executor.profile import exec_args
@@ -29,7 +30,8 @@ EVENT_PATIENCE = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainExec:
-    """How a container's calls are run by plain exec. ``poison`` marks the sandbox unfit, ``kill`` ends it at once."""
+    """How a container's calls are run by plain exec. ``poison`` marks the sandbox unfit, ``kill`` ends it at once
+    and says whether that is certain."""
 
     engine: Engine
     hub: EventHub
@@ -41,7 +43,7 @@ class PlainExec:
     cpu_seconds: int | None
     cpus: float
     poison: Callable[[str], None]
-    kill: Callable[[str], Awaitable[None]]
+    kill: Callable[[str], Awaitable[bool]]
 
     async def call(self, call: Call) -> CallResult:
         """Run one call. Raises ``SandboxDied`` or ``EngineUnavailable``; a timeout is a result."""
@@ -66,7 +68,8 @@ class PlainExec:
 
     async def _outcome(self, end: Attached, watch: ExecWatch, ooms: int) -> CallResult:
         if end.ended_by == "deadline":
-            await self.kill("timeout")
+            if not await self.kill("timeout"):
+                raise not_confirmed()
             return exec_result(end, timed_out=True, oom=self.watch.ooms > ooms)
         if end.ended_by == "client":
             await self._first_of(watch.ended, self.watch.died)
@@ -77,11 +80,10 @@ class PlainExec:
         if watch.exit_code is None:
             raise await self._no_exit(end, watch)
         if self.watch.ooms == ooms and (error := unproven(end)):
-            await self.kill("runner")
-            raise error
-        if end.ended_by == "over":
-            # The call's own process has ended; what still holds its streams was left running and must not live on.
-            await self.kill("lingering")
+            raise error if await self.kill("runner") else not_confirmed()
+        # The call's own process has ended; what still holds its streams was left running and must not live on.
+        if end.ended_by == "over" and not await self.kill("lingering"):
+            raise not_confirmed()
         cpu = self.cpu_seconds is not None and end.duration * max(1.0, self.cpus) >= self.cpu_seconds
         return exec_result(
             end,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anyio
 import anyio.lowlevel
 
 from executor.armed import ArmedRunner, RunnerConfig, RunnerState, Running
+from executor.arming import ArmingLimit, Slot
 from executor.call import LOADER, Call, new_token
 from executor.engine import Engine
 from executor.frames import Report
+from executor.killing import not_confirmed
 from executor.log import get_logger
 from executor.news import News
 from executor.printable import printable
@@ -31,8 +33,11 @@ from executor.watch import EventHub, ExecWatch, Watch
 
 log = get_logger("emberpool.runner")
 
+START_TIMEOUT = 60.0
+"""Seconds that an exec may take until its hello, and from there until it is armed, as long as a container's start may:
+nothing of a call runs there, and giving up would cost an idle session its state."""
 ARM_TIMEOUT = 15.0
-"""Seconds that a runner may take for each step that it does by itself (hello, arming, its end); beyond it the sandbox is
+"""Seconds that a runner may take for each step that it does by itself later (arming again, its end); beyond it the sandbox is
 not worth waiting for."""
 CLEAN_PATIENCE = 1.0
 """Seconds without a sign of life of a runner that cleans up: what a call left may have stopped it, and runs on meanwhile.
@@ -57,7 +62,8 @@ KILL_CODE = 128 + SIGKILL
 class Place:
     """Where the runners are: the sandbox's container, the users in it, and what to do when it must go.
 
-    ``check`` compares a hello with the profile and raises what is wrong with it; ``kill`` ends everything in the container.
+    ``check`` compares a hello with the profile and raises what is wrong with it; ``kill`` ends everything in the container,
+    and says whether that is certain. ``arming`` is shared by all sandboxes of a pool.
     """
 
     engine: Engine
@@ -67,8 +73,9 @@ class Place:
     config: RunnerConfig
     grace: float
     check: Callable[[dict[str, object]], None]
-    kill: Callable[[str], Awaitable[None]]
+    kill: Callable[[str], Awaitable[bool]]
     parallel: int = 1
+    arming: ArmingLimit = field(default_factory=ArmingLimit)
 
 
 class Runners:
@@ -87,6 +94,8 @@ class Runners:
         self._lanes: list[ArmedRunner | None] = [None] * place.parallel
         self._killed, self._fruitless, self._untrusted = "", 0, False
         self._greeted = False  # whether any runner has come as far as its hello
+        self._pauses: set[anyio.CancelScope] = set()
+        self._queued = 0
         self._changed = News()
 
     def close(self) -> None:
@@ -95,6 +104,8 @@ class Runners:
         for runner in self._lanes:
             if runner is not None:
                 runner.scope.cancel()
+        for pause in self._pauses:
+            pause.cancel()
         self._changed.tell()
 
     # --- keeping one armed --------------------------------------------------------------------------------------------
@@ -110,6 +121,11 @@ class Runners:
         while not (self.over or self._untrusted or self.problem is not None or place.watch.died.is_set()):
             if await self._full(lane):
                 continue
+            slot = await self._turn()
+            if slot is None or self._busy(besides=self._lanes[lane]) or place.watch.died.is_set():
+                if slot is not None:
+                    slot.end()
+                continue
             argv = ("python3", "-I", "-B", "-c", LOADER, new_token())
             expected = place.watch.expect(argv)
             # An interpreter takes its encodings from the locale that it starts in: the calls' own.
@@ -118,13 +134,51 @@ class Runners:
             try:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._watch_over, runner)
+                    tasks.start_soon(self._keep_slot, runner, slot)
                     tasks.start_soon(self._end_with, runner, place.watch.died)
                     await runner.run()
                     tasks.cancel_scope.cancel()
+                slot.end()
                 await self._judge(runner, expected)
             finally:
+                slot.end()
                 place.watch.dismiss(expected)
         self._changed.tell()
+
+    async def _turn(self) -> Slot | None:
+        """Wait until an exec can be had: the engine is there, and not too many are being armed. ``None`` once closed.
+
+        Without its events an exec would not be known, and an engine that is away is not to be asked by every sandbox.
+        """
+        slot = None
+        with anyio.CancelScope() as pause:
+            self._pauses.add(pause)
+            try:
+                if self.over:
+                    return None
+                await self._place.hub.linked()
+                self._queued += 1
+                self._changed.tell()
+                try:
+                    slot = await self._place.arming.slot()
+                finally:
+                    self._queued -= 1
+                    self._changed.tell()
+            finally:
+                self._pauses.discard(pause)
+        return slot
+
+    async def _keep_slot(self, runner: ArmedRunner, slot: Slot) -> None:
+        """Hold a slot until the runner is armed, but not for long where that takes long."""
+        with anyio.move_on_at(slot.until):
+            await self._leaves(runner, RunnerState.STARTING, RunnerState.HELLO)
+        slot.release()
+        await self._leaves(runner, RunnerState.STARTING, RunnerState.HELLO)
+        slot.end()
+
+    async def _leaves(self, runner: ArmedRunner, *states: RunnerState) -> None:
+        while runner.state in states:
+            await self._changed.wait()
 
     async def _watch_over(self, runner: ArmedRunner) -> None:
         """What a runner does by itself it does in time, and its hello is the profile's: on every exec."""
@@ -141,16 +195,20 @@ class Runners:
                 runner.vouched = self._greeted = True
                 self._fruitless = 0
                 self._changed.tell()
-            if state is RunnerState.CLEANING and self._place.config.shared:
+            if state is RunnerState.CLEANING and self._place.config.shared and runner.sweeps is None:
                 await self._clean_up(runner)
             waits, cleans = state in (RunnerState.ARMED, RunnerState.BUSY), state is RunnerState.CLEANING
-            patience = math.inf if waits else CLEAN_PATIENCE if cleans else ARM_TIMEOUT
+            usual = START_TIMEOUT if state in (RunnerState.STARTING, RunnerState.HELLO) else ARM_TIMEOUT
+            patience = math.inf if waits else CLEAN_PATIENCE if cleans else self._place.arming.patience(usual)
             until = anyio.current_time() + (CLEAN_TIMEOUT if cleans else math.inf)
             while runner.state is state:
+                links = self._place.hub.links
                 silent = await self._silent(runner, state, patience)
                 if runner.retired and not self._sweeping():
                     runner.scope.cancel()  # the sweep has ended it, and only its client may not know yet
                     return
+                if silent and not cleans and not (self._place.hub.connected and self._place.hub.links == links):
+                    continue  # the engine was away meanwhile, and may have been what was silent
                 if silent or (runner.state is state and anyio.current_time() > until):
                     runner.problem = f"nothing new within {patience:g} s while {state.value}"
                     if not silent:
@@ -275,7 +333,7 @@ class Runners:
             self.problem = SandboxDied(
                 f"the sandbox's runner cannot be trusted any more: {reason}", cause=cause, started=False
             )
-        await self._kill(cause)
+        await self._kill_unasked(cause)
         log.warning("runner.lost", sandbox=place.watch.name, reason=reason)
 
     async def _container_ended(self, runner: ArmedRunner, expected: ExecWatch) -> bool:
@@ -294,10 +352,24 @@ class Runners:
             await watch.died.wait()
         return watch.died.is_set()
 
-    async def _kill(self, why: str) -> None:
+    async def _kill(self, why: str) -> bool:
         if not self._place.watch.died.is_set():
             self._killed = self._killed or why
-        await self._place.kill(why)
+        return await self._place.kill(why)
+
+    async def _kill_unasked(self, why: str) -> None:
+        """Kill a sandbox in which nobody waits for an answer: as soon as there is an engine to do it."""
+        while not await self._kill(why):
+            with anyio.CancelScope() as pause:
+                self._pauses.add(pause)
+                try:
+                    if not self.over:
+                        await anyio.sleep(RETRY)
+                        await self._place.hub.linked()
+                finally:
+                    self._pauses.discard(pause)
+            if self.over:
+                return
 
     async def armed(self, timeout: float) -> ArmedRunner:
         """A runner that waits for a call, to be claimed before anything else is awaited.
@@ -314,12 +386,22 @@ class Runners:
                     return runner
         raise EngineUnavailable(f"no runner was armed within {timeout:g} s; the call never started", retry_after=1.0)
 
+    async def first(self, timeout: float) -> None:
+        """``armed`` for a sandbox that was just started: ``timeout`` is for each step, and what waits its turn is none."""
+        with anyio.CancelScope() as patience:
+            while self._ready() is None:
+                patience.deadline = math.inf if self._queued else anyio.current_time() + timeout
+                await self._changed.wait()
+            return
+        raise EngineUnavailable(f"no runner was armed within {timeout:g} s", retry_after=1.0)
+
     # --- calls --------------------------------------------------------------------------------------------------------
 
     async def call(self, call: Call, sink: Sink | None = None, *, began: float | None = None) -> CallResult:
         """Carry one call out on the armed runner, its output into ``sink`` where there is one; ``began`` as in ``Sandbox.call``.
 
-        Raises ``SandboxDied``, or ``SessionBusy`` or ``EngineUnavailable`` where it never began; a timeout is a result.
+        Raises ``SandboxDied``, or ``SessionBusy`` or ``EngineUnavailable`` where it never began; a timeout is a result, but
+        where the engine does not confirm that what had to be killed for it is dead (``SandboxDied``).
         """
         place = self._place
         # A cancel that is due already finds the runner unclaimed; later it has to end a call.
@@ -346,7 +428,8 @@ class Runners:
             return result_of(running, running.report, duration, oom=oom, cpu_seconds=place.config.cpu_seconds)
         if running.over:
             raise await self._lost(runner, running, ooms)
-        await self._kill("timeout")
+        if not await self._kill("timeout"):
+            raise not_confirmed()
         return CallResult(
             exit_code=None,
             timed_out=True,
@@ -395,7 +478,8 @@ class Runners:
             cause = "engine"
         elif self._killed in ("timeout", "cancelled") and not runner.problem:
             cause, why = "killed", "another call in it could only be ended together with all of it"
-        await self._kill(cause)
+        if not await self._kill(cause) and not running.refused and cause != "engine":
+            return not_confirmed()
         if running.refused:
             return SandboxDied(f"the sandbox was unfit for the call: {running.refused}", cause=cause, started=False)
         return SandboxDied(f"the sandbox was lost under the call ({cause}): {why}", cause=cause, started=True)

@@ -14,10 +14,12 @@ from anyio.abc import TaskGroup
 
 from executor import witness
 from executor.armed import RunnerConfig
+from executor.arming import ArmingLimit
 from executor.attached import Attached, run_attached
 from executor.call import Call, base_env, check_code
 from executor.docker import classify
 from executor.engine import ContainerGone, Engine, ImageInfo
+from executor.killing import kill_container
 from executor.log import get_logger
 from executor.outcome import CANNOT_RUN
 from executor.plain import PlainExec
@@ -25,7 +27,6 @@ from executor.printable import printable
 from executor.profile import ContainerProfile, Identity, exec_args
 from executor.result import (
     CallResult,
-    EmberpoolError,
     EngineFailed,
     EngineUnavailable,
     ImageUnfit,
@@ -52,10 +53,11 @@ from executor.watch import EventHub, Watch
 
 log = get_logger("emberpool.sandbox")
 
-PROBE_TIMEOUT = 15.0
+PROBE_TIMEOUT = 60.0
+"""Seconds for what a start asks inside its container, as long as the start itself may take."""
+READY_PATIENCE = 15.0
 TOOL_PLACE = "/tool"
 WITNESS_FILE = "witness"
-KILL_TIMEOUT = 5.0
 EVENT_PATIENCE = 0.3
 """Seconds to wait, once a start has failed, for the event that says that its container has ended."""
 
@@ -75,7 +77,8 @@ class RunnerOptions:
 class SandboxSpec:
     """What a sandbox is started from. ``profile.user`` is the keeper's ``uid:gid`` (PID 1), ``user`` the calls'.
     ``staging`` is a host directory that holds a file ``nonce`` with ``nonce`` in it, and gets copies of tool directories
-    within ``stage_limits``; ``fingerprints`` and ``threads`` are shared by all sandboxes of a pool. ``lifetime`` is seconds."""
+    within ``stage_limits``; ``fingerprints``, ``threads`` and ``arming`` are shared by all sandboxes of a pool. ``lifetime`` is
+    seconds."""
 
     identity: Identity
     profile: ContainerProfile
@@ -89,6 +92,7 @@ class SandboxSpec:
     stage_limits: StageLimits = field(default_factory=StageLimits)
     fingerprints: Fingerprints = field(default_factory=Fingerprints)
     threads: StagingThreads = field(default_factory=StagingThreads)
+    arming: ArmingLimit = field(default_factory=ArmingLimit)
 
 
 class Sandbox:
@@ -146,6 +150,7 @@ class Sandbox:
                 ),
                 grace=options.grace,
                 parallel=options.parallel,
+                arming=spec.arming,
                 check=self._check_hello,
                 kill=self._kill,
             )
@@ -162,7 +167,12 @@ class Sandbox:
     async def ready(self) -> None:
         """Wait until the runner has shown the boundary from inside and is armed. Raises what is wrong with either."""
         if self._runners is not None:
-            await self._runners.armed(PROBE_TIMEOUT)
+            await self._runners.armed(READY_PATIENCE)
+
+    async def verified(self) -> None:
+        """``ready`` for a sandbox that was just started, with the patience of a start."""
+        if self._runners is not None:
+            await self._runners.first(PROBE_TIMEOUT)
 
     async def call(self, call: Call, sink: Sink | None = None, *, began: float | None = None) -> CallResult:
         """Run one call, its output into ``sink`` where there is one (see ``stream``). ``began`` is the event loop's time, for
@@ -252,16 +262,11 @@ class Sandbox:
     def _poison(self, why: str) -> None:
         self.poisoned = self.poisoned or why
 
-    async def _kill(self, why: str) -> None:
-        """End everything in the container now; its owner removes it later. Never raises and never hangs."""
+    async def _kill(self, why: str) -> bool:
+        """End everything in the container now, and say whether that is certain; its owner removes it later. Never raises."""
         self._poison(why)
-        with anyio.CancelScope(shield=True), anyio.move_on_after(KILL_TIMEOUT):
-            try:
-                await self._engine.kill(self.container)  # its name may be another's by now
-            except ContainerGone:
-                return
-            except EmberpoolError as error:
-                log.warning("sandbox.kill_failed", sandbox=self.name, why=why, error=str(error))
+        # By its ID: its name may be another's by now.
+        return await kill_container(self._engine, self._hub, self._watch, self.container, why=why)
 
     async def destroy(self) -> None:
         """Remove the container and return once it is confirmed absent; raises the engine's error while it is not."""
@@ -366,7 +371,7 @@ async def _check_record(engine: Engine, spec: SandboxSpec, container: str) -> No
 async def _armed(engine: Engine, hub: EventHub, spec: SandboxSpec, container: str, tasks: TaskGroup) -> Sandbox:
     box = Sandbox(engine, hub, spec, container, python=True, tasks=tasks)
     try:
-        await box.ready()
+        await box.verified()
     except BaseException:
         box.let_go()
         raise

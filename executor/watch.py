@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import anyio
 
 from executor.engine import EngineEvent
+from executor.news import News
 from executor.result import DeathCause
 
 
@@ -31,7 +32,8 @@ class ExecWatch:
 class Watch:
     """One container. ``container`` is its full ID, ``""`` until its creation was seen; ``on_created`` is told it.
 
-    ``ooms`` counts out-of-memory events (they come in storms; only "any since" means something).
+    ``ooms`` counts out-of-memory events (they come in storms; only "any since" means something). ``died`` is set where
+    nobody should wait for it any more; ``ended`` where an event said that its processes are gone.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,6 +44,7 @@ class Watch:
         self.ooms = 0
         self.told_of_start = anyio.Event()
         self.died = anyio.Event()
+        self.ended = anyio.Event()
         self.destroyed = anyio.Event()
         self.paused = self.engine_lost = False
         self._execs: list[ExecWatch] = []
@@ -71,6 +74,7 @@ class Watch:
             self.killed = True
         elif event.action == "die":
             self.exit_code = event.exit_code
+            self.ended.set()
             self.died.set()
         elif event.action == "pause":
             # Only a hand does this. Nothing in there runs or can be asked any more, and nobody says for how long: to
@@ -78,6 +82,7 @@ class Watch:
             self.paused = True
             self.died.set()
         elif event.action == "destroy":
+            self.ended.set()
             self.died.set()
             self.destroyed.set()
         elif event.action == "exec_create":
@@ -112,11 +117,30 @@ class Watch:
 
 
 class EventHub:
-    """All watches of one engine connection. ``connected`` is false while its event stream is not running."""
+    """All watches of one engine connection. ``connected`` is false while its event stream is not running; ``links``
+    counts how often it began to."""
 
     def __init__(self) -> None:
-        self.connected = False
+        self.links = 0
+        self._connected, self._link = False, News()
         self._watches: dict[str, Watch] = {}
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @connected.setter
+    def connected(self, connected: bool) -> None:
+        if connected and not self._connected:
+            self.links += 1
+        self._connected = connected
+        if connected:
+            self._link.tell()
+
+    async def linked(self) -> None:
+        """Wait until the event stream runs."""
+        while not self._connected:
+            await self._link.wait()
 
     def watch(self, name: str) -> Watch:
         """The watch of the container ``name``, made on first use; make it before the container."""

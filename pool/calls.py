@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import anyio.lowlevel
 
 from executor.call import Call, check_code
-from executor.result import InvalidCall
+from executor.result import EmberpoolError, InvalidCall
 from pool.config import AgentSettings, CallSettings, Settings
 
 MAX_KEY = 65_536
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def yielding(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Let other tasks run before an error is raised: whoever tries again at once must not keep them from it."""
+
+    @wraps(method)
+    async def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await method(*args, **kwargs)
+        except EmberpoolError:
+            await anyio.lowlevel.cancel_shielded_checkpoint()
+            raise
+
+    return wrapper
 
 
 def ceilings(settings: Settings, agent: str) -> AgentSettings | CallSettings:

@@ -19,7 +19,8 @@ from executor.event_loop import EventLoop, Nursery, current_loop
 from executor.result import PoolClosed, PoolUnusable
 
 STOP_PATIENCE = 30.0
-"""Seconds beyond the drain that a closing pool waits for its containers to be confirmed gone."""
+"""Seconds beyond the drain, and from there beyond each container that is confirmed gone, for which a closing pool waits for
+the next one: however many there are, it goes on for as long as they go."""
 
 Work = Callable[[], Coroutine[Any, Any, None]]
 
@@ -165,6 +166,11 @@ class Lifecycle:
             if self._failure is not None and not isinstance(_first(self._failure), Exception):
                 raise self._failure  # an interrupt is the caller's, as it would be in any task of his own
             raise error
+
+    def one_gone(self) -> None:
+        """A container is confirmed gone: a closing pool has time for the next one."""
+        if self._patience is not None:
+            self._patience.deadline = max(self._patience.deadline, anyio.current_time() + STOP_PATIENCE)
 
     def abandoned(self) -> bool:
         """Whether the pool was started and will never be closed, when nobody can reach it any more; ends it then."""

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Protocol
 
 import anyio
+from anyio.abc import TaskGroup
 
 from executor.engine import Engine, EngineEvent, EngineInfo, ImageInfo
 from executor.log import get_logger
@@ -20,6 +21,7 @@ from executor.result import EmberpoolError, EngineUnavailable, ImageMissing
 from executor.watch import EventHub
 from pool.config import Settings
 from pool.events import EngineDown, EngineUp, Event, Fault, RefusalKind, SandboxDied
+from pool.ledger import Entry
 from pool.refusals import fault_of
 from pool.startup import MakeImage, make_image
 from pool.workshop import Workshop, connection
@@ -96,13 +98,17 @@ class EngineLink:
         self._since = self._since or info.time or "0"
         async with engine.events(LABEL_POOL, self._pool_id, self._since) as events:
             self._hub.connected = True
-            await self._resync(engine)
-            self._up = True
-            self._shell.feed(EngineUp())
-            log.info("pool.engine_up", pool=self._pool_id, engine=info.endpoint, version=info.version, image=image.id)
-            ended: list[EmberpoolError] = []
+            ended: list[EmberpoolError | OSError] = []
+
+            def answered() -> None:
+                self._up = True
+                self._shell.feed(EngineUp())
+                log.info(
+                    "pool.engine_up", pool=self._pool_id, engine=info.endpoint, version=info.version, image=image.id
+                )
+
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._keep_in_step, engine, ended, tasks.cancel_scope)
+                tasks.start_soon(self._keep_in_step, engine, answered, ended, tasks)
                 try:
                     async for event in events:
                         self._take(event)
@@ -111,15 +117,27 @@ class EngineLink:
                 tasks.cancel_scope.cancel()
         raise ended[0] if ended else EngineUnavailable("the engine's event stream ended", retry_after=0.5)
 
-    async def _keep_in_step(self, engine: Engine, ended: list[EmberpoolError], link: anyio.CancelScope) -> None:
-        while True:
-            await anyio.sleep(self._settings.pool.resync_interval)
-            try:
+    async def _keep_in_step(
+        self, engine: Engine, answered: Callable[[], None], ended: list[EmberpoolError | OSError], tasks: TaskGroup
+    ) -> None:
+        """Look at the engine now and again and again. It is up with its first answer: what an earlier instance left, and
+        what cannot be removed, keeps nobody waiting, nor do they keep each other."""
+        try:
+            await self._resync(engine)
+            found = await self._shop.survey()
+            answered()
+            while True:
+                tasks.start_soon(self._sweep, found)
+                await anyio.sleep(self._settings.pool.resync_interval)
                 await self._resync(engine)
-            except EmberpoolError as error:
-                ended.append(error)
-                link.cancel()
-                return
+                found = await self._shop.survey()
+        except (EmberpoolError, OSError) as error:
+            ended.append(error)
+            tasks.cancel_scope.cancel()
+
+    async def _sweep(self, found: list[Entry]) -> None:
+        if swept := await self._shop.sweep(found):
+            log.info("pool.swept", pool=self._pool_id, containers=swept)
 
     async def _image(self, engine: Engine) -> ImageInfo:
         try:
@@ -183,10 +201,12 @@ class EngineLink:
         watch = self._hub.publish(event)
         n = self._shop.number(event.name)
         if watch is not None and n is not None and event.action in ("die", "destroy", "pause"):
-            self._shell.feed(SandboxDied(n, watch.cause, self._shell.jitter()))
+            # What is told before the engine has answered happened while it was away, and may be its own doing.
+            cause = watch.cause if self._up else "engine"
+            self._shell.feed(SandboxDied(n, cause, self._shell.jitter()))
 
     async def _resync(self, engine: Engine) -> None:
-        """Heal lost events: what should live and is not running has died; what nobody uses any more is removed."""
+        """Heal lost events: what should live and is not running has died."""
         expected = {self._shop.name(n): n for n in self._shell.living()}
         running = {row.name for row in await engine.list(LABEL_POOL, self._pool_id) if row.running}
         living = set(self._shell.living())
@@ -195,6 +215,3 @@ class EngineLink:
                 watch = self._hub.watch(name)
                 watch.lost()
                 self._shell.feed(SandboxDied(n, watch.cause, self._shell.jitter()))
-        swept = await self._shop.sweep()
-        if swept:
-            log.info("pool.swept", pool=self._pool_id, containers=swept)

@@ -210,9 +210,16 @@ def _admit_cold(books: Books) -> None:
 
 
 def _reclaim(books: Books, claims: int, now: float) -> None:
-    """Under pressure, whoever waits takes the place of the session that has been idle longest."""
+    """Under pressure, whoever waits takes the place of the session that has been idle longest.
+
+    No more places are taken than starts can use now: whoever stops waiting before its start has cost nobody's state.
+    """
     after, health = books.policy.reclaim_idle_after, books.health
-    if not claims or after is None or not health.reachable:
+    starting, standing = len(books.in_phase(Phase.STARTING)), len(books.in_phase(Phase.STANDBY))
+    pace = max(0, health.starts.pace(books.policy.max_starting, starting, now))
+    # Binds are tried one at a time while the ledger takes none.
+    useful = min(claims, pace + starting + standing, 1 if health.binds.failures else claims)
+    if not useful or after is None or not health.reachable:
         return
     # Every other place is free, or will be when what is in flight ends.
     taken = len(books.in_phase(Phase.BOUND))
@@ -228,7 +235,7 @@ def _reclaim(books: Books, claims: int, now: float) -> None:
     # In a pool that was made smaller the first few would make no place for anybody: then nobody gives way for nothing.
     if len(idle) > over:
         idle.sort(key=lambda pair: pair[0])
-        for _, box in idle[: max(0, over + claims)]:
+        for _, box in idle[: max(0, over + useful)]:
             books.stop(box, Trigger.RECLAIMED, now)
 
 

@@ -40,7 +40,7 @@ from executor.tool import ToolResult
 from executor.watch import EventHub
 from pool import events as ev
 from pool.audit import AuditEntry
-from pool.calls import checked_call, key_part, positive_seconds
+from pool.calls import checked_call, key_part, positive_seconds, yielding
 from pool.config import Settings
 from pool.config_errors import ConfigError, Problem
 from pool.config_host import host_memory, memory_problem, require_memory
@@ -120,6 +120,7 @@ class SandboxPool:
         self._on_session_ended = on_session_ended
         self._stepping, self._left = News(), list[str]()
         self._life = Lifecycle(self)
+        self._dropped: deque[ev.HandleReleased] = deque()
 
     async def __aenter__(self) -> SandboxPool:
         return await self.start()
@@ -182,6 +183,7 @@ class SandboxPool:
 
     # --- for callers --------------------------------------------------------------------------------------------------
 
+    @yielding
     async def ready(self, *, timeout: float | None = None) -> None:
         """Wait until the engine is there and every standby that is wanted stands: a first ``acquire`` waits for nothing then.
 
@@ -204,6 +206,7 @@ class SandboxPool:
         fault = health.fault or Fault(kind, f"the pool was not ready within {wait:g} s")
         raise error_of(Refusal(fault.kind, fault.message, 1.0 if fault.kind in (*_MAY_PASS, kind) else None))
 
+    @yielding
     async def acquire(
         self, agent: str, session: str, *, timeout: float | None = None, generation: str | None = None
     ) -> Session:
@@ -236,6 +239,7 @@ class SandboxPool:
         assert isinstance(grant, ev.Grant)  # noqa: S101 - an acquire is granted or refused, nothing else
         return Session(self, key, grant.epoch, self._directory.session_id(*key))
 
+    @yielding
     async def call_cold(
         self,
         argv: Sequence[str] | None = None,
@@ -252,6 +256,7 @@ class SandboxPool:
             checked_call(self.settings, "", argv, code, stdin, env, timeout, max_output, unbuffered)
         )
 
+    @yielding
     async def run_tool(self, plan: ToolPlan, arguments: object, *, session: str) -> ToolResult:
         """Call a tool (see ``pool.tools.plan_tool``) for a session of its agent, where the plan says that it runs.
 
@@ -350,6 +355,7 @@ class SandboxPool:
 
     # --- for Session --------------------------------------------------------------------------------------------------
 
+    @yielding
     async def run_cold(self, call: Call, setting: ColdSetting | None = None) -> CallResult:
         """Wait for a cold place and run the call in a container of its own, made as ``setting`` says."""
         self._require_open()
@@ -373,6 +379,7 @@ class SandboxPool:
             self.feed(ev.CallEnded(waiter) if isinstance(place.answer, ev.RunCold) else ev.WaiterGone(waiter))
             self._log.info("call.ended", **entry.fields(anyio.current_time(), self._shop.image_id))
 
+    @yielding
     async def run_call(
         self,
         key: SessionKey,
@@ -466,6 +473,11 @@ class SandboxPool:
     def detach(self, key: SessionKey, epoch: int) -> None:
         self.feed(ev.HandleReleased(key, epoch))
 
+    def drop(self, key: SessionKey, epoch: int) -> None:
+        """Detach a handle that was collected without having been released. This may come in any thread and at any moment, so
+        it is noted here and taken in with the next event: before anybody else's wish is judged."""
+        self._dropped.append(ev.HandleReleased(key, epoch))
+
     def end(self, key: SessionKey, epoch: int) -> None:
         self.feed(ev.SessionEnded(key, epoch))
 
@@ -476,6 +488,8 @@ class SandboxPool:
         time, for those who have just looked."""
         if self._life.ended:
             return  # a handle may be released after the pool's end
+        while self._dropped:
+            self._queue.append(self._dropped.popleft())
         self._queue.append(event)
         if self._feeding:
             return
@@ -631,6 +645,7 @@ class SandboxPool:
         seconds = round(anyio.current_time() - began, 3)
         self._say(self._log.info, "sandbox.stopped", sandbox=self._shop.name(n), why=reason, seconds=seconds)
         self.feed(ev.SandboxStopped(n))
+        self._life.one_gone()
 
     def _bind(self, n: int, key: SessionKey) -> None:
         try:

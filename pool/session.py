@@ -17,7 +17,7 @@ from executor.sandbox import TOOL_PLACE, Sandbox
 from executor.staging_copy import DIGEST_LENGTH
 from executor.stream import CallStream
 from executor.tool import Tool, ToolResult, encode_arguments, tool_code, tool_result
-from pool.calls import ceilings, checked_call
+from pool.calls import ceilings, checked_call, yielding
 from pool.events import SessionKey
 
 if TYPE_CHECKING:
@@ -31,13 +31,19 @@ class Session:
     """What ``SandboxPool.acquire`` returns; any number of handles may be attached to one session.
 
     ``id`` is the session's only name in logs, labels and containers. Leaving an ``async with`` block releases the handle;
-    the session itself lives on until it idles out or somebody closes it.
+    the session itself lives on until it idles out or somebody closes it. A handle that is forgotten is released once Python
+    has collected it.
     """
 
     def __init__(self, pool: SandboxPool, key: SessionKey, epoch: int, session_id: str) -> None:
         self.id = session_id
         self._pool, self._key, self._epoch = pool, key, epoch
         self._released = False
+
+    def __del__(self) -> None:
+        # Whoever forgets a handle holds nothing by it: neither its session nor its agent's share.
+        if not getattr(self, "_released", True):
+            self._pool.drop(self._key, self._epoch)
 
     def __repr__(self) -> str:
         return f"<Session {self.id} generation={self.generation!r}{' released' if self._released else ''}>"
@@ -48,6 +54,7 @@ class Session:
         everything kept in the sandbox (``/tmp``) is gone."""
         return self._pool.generation(self._key, self._epoch)
 
+    @yielding
     async def call(
         self,
         argv: Sequence[str] | None = None,
@@ -73,6 +80,7 @@ class Session:
         call = self._new_call(argv, code, stdin, env, timeout, max_output, unbuffered)
         return await self._pool.run_call(self._key, self._epoch, call, generation)
 
+    @yielding
     async def tool(
         self,
         tool: Tool,
@@ -134,6 +142,7 @@ class Session:
             lambda sink: self._pool.run_call(self._key, self._epoch, call, generation, sink), call.max_output
         )
 
+    @yielding
     async def write_file(
         self,
         path: str,
@@ -153,6 +162,7 @@ class Session:
         request = files.write_request(path, data, parents=parents, max_input=limits.max_input)
         await self._file_call(request, f"writing {path!r:.200}", 0, timeout, generation)
 
+    @yielding
     async def read_file(
         self, path: str, *, max_bytes: int | None = None, timeout: float | None = None, generation: str | None = None
     ) -> bytes:
@@ -166,6 +176,7 @@ class Session:
         request = files.read_request(path, max_bytes, max_output=self._ceiling())
         return await self._file_call(request, f"reading {path!r:.200}", most, timeout, generation)
 
+    @yielding
     async def list_files(
         self, path: str = "/tmp",  # noqa: S108 - the place inside the sandbox
         *, timeout: float | None = None, generation: str | None = None,
@@ -206,6 +217,7 @@ class Session:
         if self._released:
             raise SessionClosed("this handle was released; acquire the session again")
 
+    @yielding
     async def ready(self) -> None:
         """Wait until a call would find a runner armed and pay nothing for the start of one; runs nothing itself.
 

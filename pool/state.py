@@ -48,7 +48,7 @@ class PoolState(Books):
             return
         if session is None:
             session = self.new_session(event.key, now)
-        if session.sandbox is None and self._queue_full(event.waiter):
+        if session.sandbox is None and self._queue_full(session, event.waiter):
             return
         self.waiters[event.waiter] = Waiter(event.waiter, "acquire", event.deadline, now, event.key, event.generation)
 
@@ -61,17 +61,16 @@ class PoolState(Books):
             self.refuse(event.waiter, RefusalKind.STATE_LOST, lost(event.generation))
             return False
         if session.sandbox is None:
-            if self._queue_full(event.waiter):
+            if self._queue_full(session, event.waiter):
                 return False
         elif not self.closing and now < event.deadline and self.has_turn(session.sandbox, now):
             self.give_turn(event.waiter, session.sandbox)
             return True
-        else:
-            queued = sum(1 for waiter in self.waiters.values() if waiter.kind != "cold" and waiter.key == event.key)
-            if queued >= self.policy.max_waiters:
-                message = f"{queued} calls of this session wait already (pool.max_waiters)"
-                self.refuse(event.waiter, RefusalKind.SESSION_BUSY, message, 1.0)
-                return False
+        queued = sum(1 for waiter in self.waiters.values() if waiter.kind == "call" and waiter.key == event.key)
+        if queued >= self.policy.max_waiters:
+            message = f"{queued} calls of this session wait already (pool.max_waiters)"
+            self.refuse(event.waiter, RefusalKind.SESSION_BUSY, message, 1.0)
+            return False
         self.waiters[event.waiter] = Waiter(event.waiter, "call", event.deadline, now, event.key, event.generation)
         return False
 
@@ -237,13 +236,14 @@ class PoolState(Books):
         self.refuse(event.waiter, RefusalKind.QUOTA_EXCEEDED, message, 1.0)
         return False
 
-    def _queue_full(self, waiter: int) -> bool:
-        """Whether nobody more may wait for a sandbox; refuses ``waiter`` then."""
+    def _queue_full(self, session: SessionState, waiter: int) -> bool:
+        """Whether no further session may wait for a sandbox; refuses ``waiter`` then. Any number of callers may wait for
+        one: a single sandbox serves them all."""
         limit = self.policy.max_waiters
-        waiting = sum(1 for w in self.waiters.values() if w.kind != "cold" and self.sessions[w.key].sandbox is None)
-        if waiting < limit:
+        waiting = [key for key in self.waiting() if self.sessions[key].sandbox is None]
+        if len(waiting) < limit or session.key in waiting:
             return False
-        message = f"{limit} callers wait already (pool.max_waiters); come back later"
+        message = f"{limit} sessions wait already (pool.max_waiters); come back later"
         self.refuse(waiter, RefusalKind.POOL_EXHAUSTED, message, 1.0)
         return True
 

@@ -14,6 +14,7 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
+from executor.arming import ArmingLimit
 from executor.call import Call
 from executor.cold import ColdSpec, cold_call, has_python
 from executor.engine import ImageInfo, NameTaken
@@ -113,7 +114,7 @@ class Workshop:
             settings.sandbox.user, settings.sandbox.uid_range, tuple(settings.sandbox.mounts)
         )
         self._python: dict[str, bool] = {}
-        self._fingerprints, self._threads = Fingerprints(), threads
+        self._fingerprints, self._arming, self._threads = Fingerprints(), ArmingLimit(), threads
         self._untold: set[str] = set()
         self._containers: dict[str, str] = {}
         self._sweeper = Sweeper(settings, state, self._users, self._user_policy)
@@ -163,7 +164,14 @@ class Workshop:
     async def _enter(self, name: str, state: EntryState, image: ImageInfo, policy: UserPolicy | None = None) -> str:
         """Choose the calls' user of a container and put the container into the ledger, before its start."""
         require_no_volumes(image)
-        user = (policy or self._user_policy).calls_user(image, self._users.values(), offset=self._offset)
+        choice = policy or self._user_policy
+        try:
+            # What is not removed yet may still run.
+            taken = (*self._users.values(), *self._sweeper.left.values())
+            user = choice.calls_user(image, taken, offset=self._offset)
+        except ProfileMismatch:
+            # In a narrow range, what is stuck must not close the pool.
+            user = choice.calls_user(image, self._users.values(), offset=self._offset)
         self._offset += 1
         self._users[name] = user
         try:
@@ -269,6 +277,7 @@ class Workshop:
             ),
             fingerprints=self._fingerprints,
             threads=self._threads,
+            arming=self._arming,
         )
 
     async def stop(self, n: int) -> None:
@@ -392,10 +401,14 @@ class Workshop:
         except PoolUnusable as error:
             log.warning("pool.entry_stays", sandbox=name, pool=self._state.pool_id, error=str(error))
 
-    async def sweep(self) -> int:
-        """Remove every container of the ledger that this instance does not use (``Sweeper.sweep``); how many there were.
-        Raises ``PoolUnusable``."""
-        return await self._sweeper.sweep(self._require(), time.time())
+    async def survey(self) -> list[Entry]:
+        """What the ledger names and this instance does not use (``Sweeper.survey``). Raises ``PoolUnusable``."""
+        return await self._sweeper.survey(self._require(), time.time())
+
+    async def sweep(self, found: list[Entry] | None = None) -> int:
+        """Remove what a survey has found, or a new one finds; how many were removed. Raises ``PoolUnusable``."""
+        found = await self.survey() if found is None else found
+        return await self._sweeper.sweep(self._require(), found, time.time())
 
     async def last_sweep(self, *, everything: bool = False) -> list[str]:
         """Sweep once more as the pool ends, what is in use too if ``everything``; the names of the containers that may exist

@@ -170,10 +170,11 @@ class Room:
     def now(self) -> Exec:
         return self.execs[-1]
 
-    async def _kill(self, why: str) -> None:
+    async def _kill(self, why: str) -> bool:
         self.killed.append(why)
         self.watch.exit_code = 137
         self.watch.died.set()
+        return True
 
     @asynccontextmanager
     async def attach(self, args: Sequence[str]) -> AsyncIterator[Channel]:

@@ -182,9 +182,10 @@ async def engine_trouble(stage: Stage) -> None:
         await anyio.sleep(5)
         engine.misdeeds["call"] = [dies]
         await outcome(lambda: session.call(code="echo x"))
-        engine.always["remove"] = BROKEN
+        engine.always["remove"], engine.lose = BROKEN, {"destroy"}  # killed, and not known to be removed
         await outcome(lambda: pool.call_cold(code="hang", timeout=5))
         del engine.always["remove"]
+        engine.lose = set()
         engine.faults["kill"] = [BROKEN]
         engine.misdeeds["call"] = [dies]
         await outcome(lambda: session.call(code="echo x"))

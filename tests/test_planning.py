@@ -185,6 +185,44 @@ def test_nobody_gives_way_where_it_would_make_no_place_for_anybody() -> None:
     assert core.feed(ev.Tick(), after=6.0) == []
 
 
+def test_no_more_give_way_than_can_be_started_now() -> None:
+    """Places are taken as starts can use them: whoever stops waiting meanwhile has cost no state that nobody needed."""
+    core = Core(replace(BARE, max_sandboxes=8, max_starting=8, reclaim_idle_after=5.0))
+    for n in range(8):
+        core.granted(str(n))
+    core.feed(ev.PolicyChanged(replace(core.state.policy, max_starting=1)), after=10.0)
+    waiters = [core.acquire(f"new{n}") for n in range(6)]
+    assert len(core.state.in_phase(Phase.STOPPING)) == 1
+    assert core.stop_all() == [ev.StartSandbox(9)]
+    # What is being started takes its place with it; the next one gives way when it stands.
+    assert core.feed(ev.SandboxStarted(9)) == [ev.BindSandbox(9, ("agent", "new0")), ev.StopSandbox(2, "reclaimed")]
+    core.feed(ev.BindRecorded(9))
+    core.feed(*(ev.WaiterGone(waiter) for waiter in waiters[1:]))
+    core.stop_all()
+    assert len(core.state.in_phase(Phase.BOUND)) == 7
+
+
+def test_nobody_gives_way_while_starts_fail() -> None:
+    core = Core(replace(BARE, reclaim_idle_after=5.0, backoff_base=100.0, backoff_cap=100.0))
+    core.granted("a")
+    core.acquire("b")
+    core.feed(ev.SandboxStartFailed(2, UNREACHABLE), after=10.0)
+    core.acquire("c")
+    assert not core.state.in_phase(Phase.STOPPING), "what failed may fail again, and one place is free for the trial"
+    core.start_all()
+
+
+def test_one_at_a_time_gives_way_while_the_ledger_takes_no_bind() -> None:
+    core = Core(replace(BARE, max_sandboxes=4, max_starting=4, reclaim_idle_after=5.0, backoff_base=1.0))
+    for name in "abcd":
+        core.granted(name)
+    core.state.health.binds.fail(ev.Fault(RefusalKind.ENGINE_UNAVAILABLE, "once"), core.state.policy, core.now, 0.5)
+    for name in "efgh":
+        core.acquire(name)
+    core.feed(ev.Tick(), after=10.0)
+    assert len(core.state.in_phase(Phase.STOPPING)) == 1
+
+
 def test_in_a_pool_that_shrank_as_many_give_way_as_it_takes_to_make_a_place() -> None:
     core = Core(replace(BARE, max_sandboxes=3, reclaim_idle_after=5.0))
     for name in "abc":

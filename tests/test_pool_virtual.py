@@ -25,9 +25,10 @@ from executor.result import (
     StateLost,
 )
 from pool import workshop
+from pool.lifecycle import STOP_PATIENCE
 from pool.pool import SandboxPool
 from pool.session import Session
-from pool.workshop import LATE_START
+from pool.workshop import LAST_SWEEP, LATE_START
 from tests.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
 from tests.scripted import EPOCH, IMAGE, Fault, ScriptedEngine
 
@@ -565,13 +566,15 @@ async def test_one_container_that_cannot_be_removed_does_not_close_the_pool(
 ) -> None:
     async with running(engine, settings_of(state_dir, resync_interval=5)) as pool:
         session = await pool.acquire("agent", "session")
-        engine.always["remove"] = Fault(error=EngineFailed("device or resource busy"))
-        await outcome(lambda: pool.call_cold(code="hang", timeout=1))
+        engine.always["kill"] = engine.always["remove"] = Fault(error=EngineFailed("device or resource busy"))
+        error = await outcome(lambda: pool.call_cold(code="hang", timeout=1))
+        assert isinstance(error, SandboxDied)
+        assert (error.cause, error.started) == ("engine", True)
         assert len(engine.boxes) == 2
         await anyio.sleep(30)
         assert (await session.call(code="echo on")).ok
         assert pool.snapshot()["engine"] == "up"
-        del engine.always["remove"]
+        engine.always.clear()
         await anyio.sleep(10)
         assert len(engine.boxes) == 1
 
@@ -694,3 +697,27 @@ async def test_a_cold_call_whose_name_is_taken_leaves_the_other_container_alone(
         await anyio.sleep(10)
     assert list(engine.boxes.values()) == [other]
     assert list((state_dir / "ledger").iterdir()) == []
+
+
+async def test_pool_that_closes_waits_for_as_long_as_its_containers_go(engine: ScriptedEngine, state_dir: Path) -> None:
+    """However many there are: what counts is that one after the other goes."""
+    turn = anyio.Semaphore(1)
+    remove = engine.remove
+
+    async def one_by_one(name: str) -> None:
+        async with turn:
+            await anyio.sleep(STOP_PATIENCE - 1)
+            await remove(name)
+
+    async with running(engine, settings_of(state_dir, max_sandboxes=10, max_starting=10)) as pool:
+        held = [await pool.acquire("agent", str(n)) for n in range(10)]
+        engine.remove = one_by_one  # type: ignore[method-assign]
+    assert len(held) == 10
+
+
+async def test_pool_that_closes_gives_up_once_nothing_goes_any_more(engine: ScriptedEngine, state_dir: Path) -> None:
+    async with SandboxPool(settings_of(state_dir, drain_timeout=1), find=engine.find) as pool:
+        await pool.acquire("agent", "session")
+        engine.always["remove"] = Fault(hang=True)
+        began = anyio.current_time()
+    assert anyio.current_time() - began < 1 + STOP_PATIENCE + LAST_SWEEP + 1

@@ -12,11 +12,15 @@ import pytest
 import trio.lowlevel
 from trio.testing import MockClock
 
+from executor.profile import LABEL_POOL
 from executor.result import CallResult, EngineFailed, EngineUnavailable, PoolExhausted
 from pool import events as ev
 from pool.config import Settings
+from pool.config_types import UidRange
+from pool.ledger import Entry, EntryState, StateDirectory
 from pool.pool import SandboxPool
 from pool.session import Session
+from pool.sweeper import LOOK_PATIENCE
 from tests.pools import (
     LATENCY,
     assert_balanced,
@@ -55,6 +59,7 @@ class Watched:
     def __init__(self, pool: SandboxPool, engine: ScriptedEngine, jitter: float) -> None:
         self.pool, self.engine = pool, engine
         self.events: list[tuple[float, ev.Event]] = []
+        self.held: Session | None = None  # a handle that nobody holds is released
         pool.jitter = lambda: jitter  # type: ignore[method-assign]
         self.jitter, step = jitter, pool._state.step
 
@@ -96,7 +101,7 @@ async def calm(one: Watched) -> Session:
     await (await one.pool.acquire("agent", "first")).close()
     await until(lambda: not one.engine.boxes)
     began = anyio.current_time()
-    session = await one.pool.acquire("agent", "session")
+    one.held = session = await one.pool.acquire("agent", "session")
     assert anyio.current_time() - began == pytest.approx(START, abs=EXACT)
     return session
 
@@ -280,3 +285,96 @@ async def test_calls_and_waiters_of_a_machine_that_was_suspended_have_one_outcom
         await anyio.sleep(60.0)
         assert_balanced(one.pool)
         assert (await session.call(code="echo on")).ok
+
+
+# --- what is stuck keeps nobody waiting -----------------------------------------------------------------------------------
+
+
+def left(engine: ScriptedEngine, state_dir: Path, number: int, state: EntryState = "bound") -> list[str]:
+    """Containers that an earlier start of the pool left, with their entries."""
+    directory = StateDirectory.open(state_dir)
+    names = [f"emberpool-{directory.pool_id}-0-{n}" for n in range(number)]
+    for n, name in enumerate(names):
+        box = engine.foreign(name, {LABEL_POOL: directory.pool_id})
+        directory.enter(Entry(name, state, container=box.id, user=f"{7000 + n}:{7000 + n}"))
+    directory.close()
+    return names
+
+
+@pytest.mark.parametrize("operation", ["remove", "inspect"])
+async def test_container_that_is_stuck_delays_neither_the_engine_nor_the_others(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    async with ScriptedEngine(latency=LATENCY) as engine:
+        stuck, *others = left(engine, state_dir, 20)
+        ids, work = engine.boxes[stuck].id, getattr(engine, operation)
+
+        async def hangs(name: str) -> object:
+            if name in (stuck, ids):
+                await anyio.sleep(3600)
+            return await work(name)
+
+        monkeypatch.setattr(engine, operation, hangs)
+        async with SandboxPool(settings_of(state_dir), find=engine.find) as pool:
+            began = anyio.current_time()
+            await until(lambda: pool.snapshot()["engine"] == "up")
+            assert anyio.current_time() - began == pytest.approx(LATENCY["info"] + LATENCY["list"], abs=0.02)
+            # Beside the probe of the image, which comes first.
+            await pool.acquire("agent", "session")
+            assert anyio.current_time() - began < 1.5
+            await until(lambda: not set(others) & set(engine.boxes))
+            assert anyio.current_time() - began < 4.0
+            await anyio.sleep(300)
+            assert pool.snapshot()["engine"] == "up"
+            assert stuck in engine.boxes
+            monkeypatch.setattr(engine, operation, work)
+            await until(lambda: stuck not in engine.boxes, limit=120)
+
+
+async def test_standbys_that_the_engine_does_not_tell_of_in_time_are_not_waited_for(state_dir: Path) -> None:
+    async with ScriptedEngine(latency=LATENCY) as engine:
+        left(engine, state_dir, 3, "standby")
+        engine.faults["inspect"] = [Fault(hang=True)] * 2
+        async with running(engine, settings_of(state_dir, min_standby=1)) as pool:
+            began = anyio.current_time()
+            await until(lambda: count(pool, "standby") == 1)
+            assert anyio.current_time() - began < LOOK_PATIENCE + 2.0
+
+
+async def test_user_of_a_container_that_is_not_removed_yet_is_nobody_elses(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers of one uid would share the kernel's quotas."""
+    async with ScriptedEngine(latency=LATENCY) as engine:
+        left(engine, state_dir, 1)
+        engine.always["remove"] = Fault(error=EngineFailed("device or resource busy"))
+        settings = settings_of(state_dir, max_sandboxes=3, max_cold=0)
+        settings = settings.model_copy(
+            update={"sandbox": settings.sandbox.model_copy(update={"uid_range": UidRange(6999, 5)})}
+        )
+        async with SandboxPool(settings, find=engine.find) as pool:
+            for n in range(3):
+                await pool.acquire("agent", str(n))
+            users = [box.user for box in pool._shop.sandboxes.values()]
+            assert len(set(users)) == 3
+            assert "7000:7000" not in users
+            engine.always.clear()
+            await anyio.sleep(60)
+            assert pool._shop._sweeper.left == {}
+
+
+async def test_events_are_heard_while_the_engine_is_looked_at(state_dir: Path) -> None:
+    async with watched(settings_of(state_dir)) as one:
+        session = await calm(one)
+        one.engine.latency["list"] = 10.0
+        one.engine.cut_events()
+        await until(lambda: one.pool._hub.links == 2)
+        assert one.pool.snapshot()["engine"] == "down"
+        began = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(outcome, lambda: session.call(code="hang"))
+            await anyio.sleep(1)
+            one.begin()
+            one.engine.die(one.engine.the_box(), 137)
+            assert await one.next(ev.SandboxDied) == pytest.approx(0.0, abs=0.011)
+        assert anyio.current_time() - began < 3.0

@@ -72,6 +72,35 @@ def test_a_full_queue_refuses_at_once() -> None:
     assert core.only(ev.Refuse).refusal.kind is RefusalKind.POOL_EXHAUSTED
 
 
+def test_many_callers_of_one_session_that_waits_are_one_that_waits() -> None:
+    core = Core(replace(BARE, max_sandboxes=1, max_waiters=1))
+    waiters = [core.acquire("a") for _ in range(5)]
+    assert core.state.waiters.keys() == set(waiters)
+    other = core.acquire("b")
+    assert core.only(ev.Refuse).waiter == other
+    assert "1 sessions wait already (pool.max_waiters)" in core.only(ev.Refuse).refusal.message
+    core.start_all()
+    core.feed(ev.BindRecorded(1))
+    assert [grant.waiter for grant in core.all(ev.Grant)] == waiters
+
+
+@pytest.mark.parametrize("has_sandbox", [True, False])
+def test_calls_that_wait_in_one_session_are_bounded_whether_or_not_it_has_a_sandbox(has_sandbox: bool) -> None:
+    core = Core(replace(BARE, max_sandboxes=1, max_waiters=2))
+    grant = core.granted("a")
+    if has_sandbox:
+        core.call(grant, "a")
+    else:
+        core.feed(ev.SandboxDied(grant.n, "killed"))
+    core.call(grant, "a")
+    core.acquire("a")
+    core.call(grant, "a")
+    assert not core.all(ev.Refuse)
+    core.call(grant, "a")
+    assert core.only(ev.Refuse).refusal.kind is RefusalKind.SESSION_BUSY
+    assert "2 calls of this session wait already (pool.max_waiters)" in core.only(ev.Refuse).refusal.message
+
+
 def test_quota_refuses_at_once_and_says_when_to_retry() -> None:
     core = Core(replace(BARE, max_sessions_per_agent=1))
     core.granted("a")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RULE_MARKER, RuleBasedStateMachine, initialize, precondition, rule
 
 from pool import events as ev
+from pool.books import STOPS_TO_DOUBT
 from pool.planning import wake_at
 from pool.state import Phase, PoolState
 from tests.core import (
@@ -116,6 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
         self._check_calls_of_stopped(effects)
         self._check_order(effects, restarting)
         self._check_starts(effects)
+        self._check_reclaims(effects)
         limit = self.state.policy.max_sandboxes
         assert len(self.known) <= max(limit, len(before))
         assert self.known == set(self.state.sandboxes)
@@ -289,6 +291,15 @@ class PoolMachine(RuleBasedStateMachine):
             claims = sum(1 for session in self.state.sessions.values() if may_have_one(self.state, session, self.now))
             assert len(self.starts) <= claims + max(0, self.state.policy.min_standby - len(self.standing))
 
+    def _check_reclaims(self, effects: list[ev.Effect]) -> None:
+        """Nobody gives way but for a start that could begin now: so many places at most are free or on their way to be."""
+        if any(isinstance(effect, ev.StopSandbox) and effect.reason == "reclaimed" for effect in effects):
+            coming = {n for n in self.stopping if self.state.sandboxes[n].stop_attempts < STOPS_TO_DOUBT}
+            free = self.state.policy.max_sandboxes - len(self.known - coming)
+            starts = self.state.health.starts
+            assert free <= (1 if starts.failures else self.state.policy.max_starting) - len(self.starts)
+            assert self.now >= starts.retry_at
+
     def _check_order(self, effects: list[ev.Effect], restarting: set[ev.SessionKey]) -> None:
         """Sandboxes go to restarts first, then to whoever has waited longest."""
         bound = [effect.key for effect in effects if isinstance(effect, ev.BindSandbox)]
@@ -336,6 +347,16 @@ class PoolMachine(RuleBasedStateMachine):
         key, epoch = self.handles[pick % len(self.handles)]
         self.feed(ev.CallWanted(self._waiter(), key, epoch, self.now + 50.0))
         self._succeed()
+
+    @rule(wait=waits, served=st.booleans())
+    def burst(self, wait: float, served: bool) -> None:
+        """Every session is wanted at once, and has its time to idle where all of them are served."""
+        for key in KEYS:
+            self.feed(ev.AcquireWanted(self._waiter(), key, self.now + wait))
+        if served:
+            self._succeed()
+            self.now += 2.3
+            self.feed(ev.Tick())
 
     @rule(wait=waits)
     def cold(self, wait: float) -> None:

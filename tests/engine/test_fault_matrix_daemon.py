@@ -9,8 +9,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor import cold, sandbox
-from executor.result import CallResult, EngineUnavailable, SandboxDied
+from executor import cold, killing
+from executor.result import EngineUnavailable, SandboxDied
 from pool.pool import SandboxPool
 from tests.engine.faulty import Daemon, Recovery, until
 from tests.engine.scene import Hit, Scene, pool_settings, staged
@@ -99,7 +99,7 @@ async def test_daemon_that_hangs_holds_nobody_past_its_deadline_and_costs_only_w
     daemon: Daemon, state_dir: Path, recoveries: list[Recovery], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cold, "REMOVE_TIMEOUT", 0.5)
-    monkeypatch.setattr(sandbox, "KILL_TIMEOUT", 0.5)
+    monkeypatch.setattr(killing, "KILL_PATIENCE", 0.5)
     cold_told: list[object] = []
     settings = pool_settings(state_dir)
     async with staged("the daemon hangs", daemon, recoveries, settings, patience=2.0) as scene:
@@ -118,9 +118,10 @@ async def test_daemon_that_hangs_holds_nobody_past_its_deadline_and_costs_only_w
             daemon.send(signal.SIGCONT)
             lifted = anyio.current_time()
         starting.refused(EngineUnavailable)
-        assert busy.result.timed_out
-        assert isinstance(cold_told[0], CallResult)
-        assert cold_told[0].timed_out
+        # Nobody could say that what had to be killed is dead, so there is no result.
+        busy.died("engine")
+        assert isinstance(cold_told[0], SandboxDied)
+        assert (cold_told[0].cause, cold_told[0].started) == ("engine", True)
         await all_answered(scene, (idle, False), (busy, True), (starting, True), lifted=lifted)
         await scene.recovered(idle, lost=False, beside=2)
         await scene.recovered(busy, lost=True, beside=1)

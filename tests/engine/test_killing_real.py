@@ -1,0 +1,64 @@
+"""Kills on the real engine: they wait for no other question, and what was killed is dead when its call is answered."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from executor.call import Call
+from executor.docker import CommandLineEngine
+from executor.engine import ContainerGone
+from executor.result import CallResult
+from tests.engine.conftest import Room
+from tests.engine.faulty import until
+from tests.engine.steered import processes
+from tests.pools import outcome
+
+pytestmark = [pytest.mark.anyio, pytest.mark.engine]
+
+SECONDS = "33.198765432"
+"""Seconds for which nothing else of this machine sleeps."""
+CROWD = Call(argv=("sh", "-c", f"for i in 1 2 3 4 5 6 7 8 9; do sleep {SECONDS} & done; sleep {SECONDS}"), timeout=1.5)
+
+
+@asynccontextmanager
+async def busy(engine: CommandLineEngine) -> AsyncIterator[None]:
+    """As many questions are being asked as may be at once, and none of them ends."""
+    taken = 0
+    try:
+        while engine._limit.value:
+            await engine._limit.acquire()
+            taken += 1
+        yield
+    finally:
+        for _ in range(taken):
+            engine._limit.release()
+
+
+async def test_timed_out_call_is_killed_and_answered_while_every_question_waits(real_engine: Room) -> None:
+    async with real_engine.sandbox() as box:
+        async with busy(real_engine.engine):
+            result = await box.call(CROWD)
+            assert not processes("sleep", SECONDS)
+        assert isinstance(result, CallResult)
+        assert result.timed_out
+
+
+async def test_timed_out_cold_call_is_killed_and_answered_while_every_question_waits(real_engine: Room) -> None:
+    async with busy(real_engine.engine):
+        result = await real_engine.cold(CROWD, python=False)
+        assert not processes("sleep", SECONDS)
+    assert result.timed_out
+
+
+async def test_kill_returns_once_all_that_ran_is_dead(real_engine: Room) -> None:
+    async with real_engine.sandbox() as box, anyio.create_task_group() as tasks:
+        tasks.start_soon(outcome, lambda: box.call(Call(argv=CROWD.argv, timeout=30)))
+        await until(lambda: len(processes("sleep", SECONDS)) >= 10)
+        await real_engine.engine.kill(box.container)
+        assert not processes("sleep", SECONDS)
+        with pytest.raises(ContainerGone):
+            await real_engine.engine.kill(box.container)
