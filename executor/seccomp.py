@@ -31,7 +31,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 _REFUSE = re.compile(r"refuse (?P<name>\S+) with (?P<errno>[A-Z0-9]+)(?: if (?P<conditions>.+))?\Z")
 _ALLOW_IF = re.compile(r"(?P<name>\S+) if (?P<conditions>.+)\Z")
 _MASKED = re.compile(r"arg([0-5]) & (\w+) == (\w+)\Z")
-_IN = re.compile(r"arg([0-5]) in ((?:\w+ ?)+)\Z")
+_IN = re.compile(r"arg([0-5]) (not )?in ((?:\w+ ?)+)\Z")
 
 Rule = dict[str, Any]
 
@@ -151,10 +151,23 @@ def _condition(text: str) -> Iterator[Rule]:
     if match := _MASKED.match(text):
         yield _masked(int(match[1]), int(match[2], 0), int(match[3], 0))
     elif match := _IN.match(text):
-        for value in match[2].split():
-            yield _masked(int(match[1]), _LOW_32, int(value, 0))
+        index, values = int(match[1]), {int(value, 0) for value in match[3].split()}
+        pairs = _all_but(values) if match[2] else ((_LOW_32, value) for value in sorted(values))
+        for mask, value in pairs:
+            yield _masked(index, mask, value)
     else:
         raise ValueError(f"{text!r} is not a condition")
+
+
+def _all_but(values: set[int], bits: int = 0, prefix: int = 0) -> Iterator[tuple[int, int]]:
+    """Masks and values of 32 bits that together hold for every number but ``values``: the largest ranges of a common prefix
+    (its first ``bits``) without one of them. A filter cannot refuse a value of a call that it allows, only allow the others."""
+    mask = _LOW_32 & ~(_LOW_32 >> bits)
+    if not any(value & mask == prefix for value in values):
+        yield mask, prefix
+    elif bits < 32:
+        yield from _all_but(values, bits + 1, prefix)
+        yield from _all_but(values, bits + 1, prefix | 1 << (31 - bits))
 
 
 def _masked(index: int, mask: int, value: int) -> Rule:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from executor.printable import printable
 from executor.result import CallResult, InvalidCall
 from pool import interrupts
 from pool.calls import checked_call
@@ -124,9 +125,9 @@ def _source(path: Path, most: int) -> str:
             raise InvalidCall(f"{path} is more than {most} bytes; send less, or raise call.max_input")
         return data.decode("utf-8")
     except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error.strerror}") from None
+        raise typer.BadParameter(f"{printable(path, name=True)} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"{path} is not UTF-8 (byte {error.start})") from None
+        raise typer.BadParameter(f"{printable(path, name=True)} is not UTF-8 (byte {error.start})") from None
 
 
 def _notes(result: CallResult) -> list[str]:

@@ -51,6 +51,11 @@ def test_white_space_becomes_one_line_or_stays_or_is_told_apart(said: str, one: 
     assert (printable(said), printable(said, lines=True), printable(said, name=True)) == (one, lines, name)
 
 
+def test_names_that_differ_are_shown_differently() -> None:
+    names: list[str | bytes] = ["a\x1b", "a\\x1b", "a\\\x1b", "a\n", "a\\n", b"a\xff", b"a\\xff", "a ", "a"]
+    assert len({printable(name, name=True) for name in names}) == len(names)
+
+
 def test_a_long_text_is_cut_and_says_so() -> None:
     assert printable("x" * 100, limit=10) == "xxxxxxx..."
     assert printable("x" * 10, limit=10) == "x" * 10

@@ -52,15 +52,14 @@ async def test_an_image_with_a_volume_leaves_nothing_of_what_it_was_refused(
     assert "pool.left_behind" not in [line["event"] for line in lines]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 async def test_an_image_with_a_volume_leaves_no_directory_of_a_one_shot_pool(
-    engine: ScriptedEngine, state_dir: Path, kind: str
+    engine: ScriptedEngine, state_dir: Path
 ) -> None:
     engine.images["default"] = VOLUME
     settings = one_shot(settings_of(state_dir))
     async with swept(settings), SandboxPool(settings, find=engine.find) as pool:
         await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
-        assert isinstance(await outcome(lambda: KINDS[kind](pool)), ProfileMismatch)
+        assert isinstance(await outcome(lambda: pool.acquire("agent", "chat")), ProfileMismatch)
     assert list(state_dir.parent.iterdir()) == []
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from executor import witness
 from executor.seccomp import (
@@ -172,6 +174,18 @@ def test_conditions_of_one_line_are_all_asked_and_their_values_are_alternatives(
         [(0, 0xFFFFFFFF, 2), (1, 0xF, 3)],
     ]
     assert rules[2] == {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": 38}
+
+
+@given(st.sets(st.integers(0, 2**32 - 1), min_size=1, max_size=4), st.integers(0, 2**32 - 1))
+def test_not_in_holds_for_every_number_but_those(values: set[int], other: int) -> None:
+    rules = build(f"ioctl if arg1 not in {' '.join(map(hex, sorted(values)))}")["syscalls"][1:]
+
+    def holds(number: int) -> int:
+        return sum(number & arg["value"] == arg["valueTwo"] for rule in rules for arg in rule["args"])
+
+    assert [holds(value) for value in values] == [0] * len(values)
+    near = {value ^ 1 << bit for value in values for bit in range(32)} | {other}
+    assert {holds(number) for number in near - values} <= {1}
 
 
 def test_the_runner_and_the_bootstrap_ask_the_question_that_the_profile_answers() -> None:

@@ -172,7 +172,9 @@ def run(tool: Tool, arguments: object = (), *, loader: bool = False, root: Path 
     code = tool_code(tool, str(root or tool.directory))
     call = Call(code=code, stdin=encode_arguments(arguments, max_input=MAX), max_output=MAX)
     argv = call.client_argv("token")[1:] if loader else ("-I", "-B", "-c", code)
-    data = call.payload([f"PATH={os.environ['PATH']}"]) + call.stdin if loader else call.stdin
+    # The program becomes the python3 that PATH leads to: here the one that this variant is about.
+    path = f"PATH={Path(PYTHON).parent}:{os.environ['PATH']}"
+    data = call.payload([path]) + call.stdin if loader else call.stdin
     done = subprocess.run([PYTHON, *argv], input=data, capture_output=True, timeout=60, check=False, env=ENV)
     stdout = done.stdout.removeprefix(PROVED) if loader else done.stdout
     return tool_result(tool, ended(done.returncode, stdout, done.stderr))

@@ -14,6 +14,7 @@ import pytest
 
 from executor import profile, verify
 from executor.call import Call
+from executor.paths import engine_paths
 from executor.result import CallResult, ProfileMismatch
 from executor.seccomp import allowed, beyond, strict_profile
 from tests.engine.conftest import Room
@@ -88,6 +89,13 @@ REFUSED: dict[str, tuple[int | None, int, tuple[int, ...], str]] = {
     "sched_setattr": (314, 274, (0, 0, 0), "EPERM"),
     "ioprio_set": (251, 30, (1, 0, 0), "EPERM"),
     "sync": (162, 81, (), "EPERM"),
+    "a line discipline": (16, 29, (-1, 0x5423, 0), "EPERM"),
+    "a line discipline, with bits that the kernel drops": (16, 29, (-1, HIGH + 0x5423, 0), "EPERM"),
+    "input into a terminal": (16, 29, (-1, 0x5412, 0), "EPERM"),
+    "the console": (16, 29, (-1, 0x541C, 0), "EPERM"),
+    "huge pages": (9, 222, (0, 1 << 21, 3, 0x40022, -1, 0), "EPERM"),
+    "a file of huge pages": (319, 279, (0, 4), "EPERM"),
+    "a segment of huge pages": (29, 194, (0, 1 << 21, 0o4600 | 0o1000), "EPERM"),
     "syslog": (103, 116, (3, 0, 0), "EPERM"),
     "personality": (135, 92, (0x0040000,), "EPERM"),
     "modify_ldt": (154, None, (0, 0, 0), "EPERM"),  # type: ignore[dict-item]
@@ -218,9 +226,8 @@ async def test_nothing_is_allowed_that_this_engine_refuses(real_engine: Room) ->
     async with real_engine.armed(profile={"seccomp": "engine"}) as box:
         if not real_engine.info.private:
             return
-        place = f"**/io.containerd.runtime.v2.task/moby/{box.container}/config.json"
-        found = [path async for path in anyio.Path("/run").glob(place)]
-        default = json.loads(await found[0].read_text())["linux"]["seccomp"]
+        tasks = engine_paths().exec_root / "containerd/daemon/io.containerd.runtime.v2.task/moby"
+        default = json.loads(await anyio.Path(tasks / box.container / "config.json").read_text())["linux"]["seccomp"]
         assert "read" in allowed(default)
         assert beyond(strict_profile(), default) == []
 
