@@ -61,9 +61,10 @@ async def down(scene: Scene) -> None:
 
 
 WAYS = {
-    "killed": (signal.SIGKILL, "engine"),
-    "stopped": (signal.SIGTERM, "killed"),
-    "restarted": (signal.SIGTERM, "killed"),
+    "killed": (signal.SIGKILL, ("engine",)),
+    # It stops its containers first, and its events may end before they tell of that.
+    "stopped": (signal.SIGTERM, ("killed", "engine")),
+    "restarted": (signal.SIGTERM, ("killed", "engine")),
 }
 
 
@@ -71,7 +72,7 @@ WAYS = {
 async def test_daemon_that_ends_ends_calls_as_errors_and_the_pool_heals(
     daemon: Daemon, state_dir: Path, recoveries: list[Recovery], way: str
 ) -> None:
-    number, cause = WAYS[way]
+    number, causes = WAYS[way]
     cold_told: list[object] = []
     async with staged(f"the daemon is {way}", daemon, recoveries, pool_settings(state_dir)) as scene:
         async with scene.at("idle") as idle, scene.at("busy") as busy, scene.at("starting") as starting:
@@ -85,11 +86,12 @@ async def test_daemon_that_ends_ends_calls_as_errors_and_the_pool_heals(
             lifted = anyio.current_time()
         error = starting.refused(EngineUnavailable)
         assert error.retry_after is not None
-        busy.died(cause)
+        busy.died(*causes)
         await until(lambda: cold_told)
         await all_answered(scene, (idle, True), (busy, True), (starting, True), lifted=lifted)
         assert isinstance(cold_told[0], SandboxDied)
-        assert (cold_told[0].cause, cold_told[0].started) == (cause, True)
+        assert cold_told[0].cause in causes
+        assert cold_told[0].started
         await scene.recovered(idle, lost=True, all_lost=True, beside=2)
         await scene.recovered(busy, lost=True, beside=1)
         await scene.recovered(starting, lost=True)
