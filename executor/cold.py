@@ -11,6 +11,7 @@ from executor.attached import PROVED, REFUSED, Attached, run_attached
 from executor.call import Call, carried, check_code, new_token
 from executor.docker import classify
 from executor.engine import Engine, ImageInfo, NameTaken
+from executor.host_files import require_host_files
 from executor.killing import kill_container, not_confirmed
 from executor.log import get_logger
 from executor.outcome import (
@@ -97,6 +98,7 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
     ``SandboxDied``.
     """
     require_no_volumes(spec.image)
+    require_host_files(spec.profile)
     check_code(call, spec.profile.limits.file_size_mb)
     watch = hub.watch(spec.identity.name)
     argv = call.client_argv(new_token()) if spec.python else call.argv
@@ -161,7 +163,7 @@ def _never_started(end: Attached, watch: Watch, spec: ColdSpec, *, connected: bo
 
 
 def _refused(end: Attached) -> EmberpoolError:
-    return classify(bytes(end.stderr.kept), end.code or 0, "starting a cold call")
+    return classify(bytes(end.stderr.kept), end.code or 0, "starting a disposable container")
 
 
 async def _gone(engine: Engine, hub: EventHub, watch: Watch, *, patient: bool) -> bool:

@@ -19,6 +19,7 @@ from executor.attached import Attached, run_attached
 from executor.call import Call, base_env, check_code
 from executor.docker import classify
 from executor.engine import ContainerGone, Engine, ImageInfo
+from executor.host_files import require_host_files
 from executor.killing import kill_container
 from executor.log import get_logger
 from executor.outcome import CANNOT_RUN
@@ -302,6 +303,7 @@ async def start_sandbox(
     ``ProfileMismatch``, ``EngineUnavailable``.
     """
     require_no_volumes(spec.image)
+    require_host_files(spec.profile)
     hub.watch(spec.identity.name)
     args = spec.profile.sandbox_args(
         spec.image.id, identity=spec.identity, staging=spec.staging, lifetime=spec.lifetime, calls=spec.user

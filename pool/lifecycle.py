@@ -49,7 +49,7 @@ class Lifecycle:
         self._loop: EventLoop | None = None
         self._failure: BaseException | None = None
         self._patience: anyio.CancelScope | None = None
-        self._finishing = self._torn = self._told = self.over = self.ended = False
+        self._finishing = self._torn = self._told = self.over = self.ended = self.draining = False
 
     @property
     def pid(self) -> int:
@@ -117,7 +117,8 @@ class Lifecycle:
     def enter_loop(self) -> None:
         """Take the loop that the caller runs on as the pool's own. Raises ``PoolClosed`` the second time."""
         if self._loop is not None:
-            raise PoolClosed("a SandboxPool is used once; make a new one")
+            self._require_process()
+            raise PoolClosed("this SandboxPool was started before, and can be only once; make a new one")
         self._loop = current_loop()
         self.tasks: TaskGroup = anyio.create_task_group()
         self._began, self._close_wanted = anyio.Event(), anyio.Event()
@@ -145,6 +146,7 @@ class Lifecycle:
     def close_soon(self, drain: float) -> None:
         """Begin the close, from any thread or a signal handler. It then goes on by itself."""
         loop = self._require_process()
+        self.draining = True  # at once: whoever comes next is refused already
         loop.call_soon(lambda: self._begin_close(drain))
 
     async def close(self, drain: float) -> None:

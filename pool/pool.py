@@ -693,8 +693,8 @@ class SandboxPool:
 
     def _require_open(self) -> None:
         self._life.require_open()
-        if self._state.closing:
-            raise PoolClosed("the pool is closed")
+        if self._state.closing or self._life.draining:
+            raise PoolClosed("the pool is closing")
 
     def _parse_generation(self, generation: str) -> int:
         if not isinstance(generation, str):

@@ -25,7 +25,9 @@ class StateLocked(PoolUnusable):
     """Another pool lives in this state directory. ``holder`` says who, as far as its lock file tells."""
 
     def __init__(self, path: Path, holder: str) -> None:
-        super().__init__(f"the state directory {path} is in use by a live pool ({holder}); stop it, or set pool.name")
+        super().__init__(
+            f"the state directory {path} is in use by a live pool ({holder}); stop it, or choose another pool.state_dir"
+        )
         self.holder = holder
 
 

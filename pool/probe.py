@@ -179,7 +179,8 @@ class _Bench:
                 finally:
                     box.let_go()
                     tasks.cancel_scope.cancel()
-            return f"each point, seccomp too, read back equal from the engine and from inside ({took:.1f} s); {call}"
+            seccomp = ", the strict seccomp profile too," if self._link.profile.seccomp == "strict" else ""
+            return f"each point{seccomp} read back equal from the engine and from inside ({took:.1f} s); {call}"
         finally:
             await self._remove(identity.name)
 

@@ -18,6 +18,7 @@ from executor.arming import ArmingLimit
 from executor.call import Call
 from executor.cold import ColdSpec, cold_call, has_python
 from executor.engine import ImageInfo, NameTaken
+from executor.host_files import require_host_files
 from executor.log import get_logger
 from executor.profile import (
     LABEL_CONFIG,
@@ -164,6 +165,7 @@ class Workshop:
     async def _enter(self, name: str, state: EntryState, image: ImageInfo, policy: UserPolicy | None = None) -> str:
         """Choose the calls' user of a container and put the container into the ledger, before its start."""
         require_no_volumes(image)
+        require_host_files(self._require().profile)
         choice = policy or self._user_policy
         try:
             # What is not removed yet may still run.

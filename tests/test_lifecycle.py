@@ -269,6 +269,8 @@ async def test_a_drain_refuses_at_once_lets_a_call_end_and_closes_the_pool(
         tasks.start_soon(call)
         await until(lambda: pool.snapshot()["running"] == 1, limit=5)
         pool.drain()
+        assert isinstance(await outcome(lambda: pool.acquire("agent", "other")), PoolClosed)
+        assert isinstance(await outcome(lambda: session.call(code="echo one")), PoolClosed)
         await until(lambda: pool._state.closing, limit=5)
         assert isinstance(await outcome(lambda: pool.acquire("agent", "other")), PoolClosed)
         assert isinstance(await outcome(lambda: session.call(code="echo two")), PoolClosed)
