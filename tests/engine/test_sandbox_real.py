@@ -16,7 +16,7 @@ import pytest
 
 from executor.call import Call
 from executor.profile import PROXY_VARIABLES, ContainerProfile, Limits
-from executor.result import InvalidCall, ProfileMismatch, SandboxDied
+from executor.result import EngineFailed, InvalidCall, ProfileMismatch, SandboxDied
 from executor.sandbox import start_sandbox
 from executor.seccomp import strict_profile
 from executor.verify import check_inspect
@@ -85,7 +85,9 @@ async def test_timeout_is_a_result_and_nothing_runs_afterwards(real_engine: Room
         assert (result.timed_out, result.exit_code, result.stdout) == (True, None, b"begun\n")
         assert box.poisoned == "timeout"
         await box.watch.died.wait()
-        assert not await running(real_engine, box.name)
+        with anyio.fail_after(10):  # as below
+            while await running(real_engine, box.name):  # noqa: ASYNC110 - it has no event
+                await anyio.sleep(0.02)
 
 
 async def test_cancelled_call_takes_the_container_with_it(real_engine: Room) -> None:
@@ -115,9 +117,10 @@ async def test_lost_client_takes_the_container_with_it_and_is_no_result(real_eng
                         os.kill(int(place.parent.name), signal.SIGKILL)
 
             tasks.start_soon(lose)
-            with pytest.raises(SandboxDied) as caught:
+            with pytest.raises((SandboxDied, EngineFailed)) as caught:
                 await box.call(Call(code=BLOCK))
-        assert caught.value.started
+        # Lost before the proof that precedes the code, the call never began.
+        assert caught.value.started == isinstance(caught.value, SandboxDied)
         assert box.poisoned
         await box.watch.died.wait()
 
