@@ -29,6 +29,34 @@ from pool.config import Settings
 ENGINE_IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the environment as the tests find it."""
+    config.stash[_ENVIRONMENT] = _environment()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that leaves the environment changed, after all its fixtures: the tests after it would run elsewhere.
+
+    Two fixtures that set the same variable must take it back in the reverse order, which their names do not show.
+    """
+    before = item.config.stash[_ENVIRONMENT]
+    yield
+    after = _environment()
+    if after != before:
+        os.environ.clear()
+        os.environ.update(before)
+        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        pytest.fail(f"the test left the environment changed: {', '.join(changed)}", pytrace=False)
+
+
+_ENVIRONMENT = pytest.StashKey[dict[str, str]]()
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """The backend that AnyIO's plugin runs the test on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,6 @@ from executor.cold import ColdSpec, cold_call
 from executor.docker import CommandLineEngine
 from executor.engine import EngineInfo, ImageInfo
 from executor.locate import find_engine
-from executor.paths import ENGINE_HOME
 from executor.profile import LABEL_POOL, ContainerProfile, Identity
 from executor.result import CallResult, EmberpoolError
 from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
@@ -30,16 +29,6 @@ from tests.engine.faulty import private_daemon as private_daemon
 from tests.engine.faulty import recoveries as recoveries
 
 KEEPER = 1_879_048_192
-
-
-@pytest.fixture(autouse=True)
-def engine_home() -> Iterator[None]:
-    """Whatever a test and its fixtures say of where the engine is, and in which order they take it back, ends with the test."""
-    before = os.environ.get(ENGINE_HOME)
-    yield
-    os.environ.pop(ENGINE_HOME, None)
-    if before is not None:
-        os.environ[ENGINE_HOME] = before
 
 
 @dataclass

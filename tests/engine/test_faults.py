@@ -179,11 +179,13 @@ async def test_engine_is_not_stopped_under_a_pool(daemon: Daemon, settings: Sett
         assert (await session.call(code="print(1)")).ok
 
 
-async def test_engine_down_leaves_a_disk_mounted_that_the_operator_gave_it(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with tempfile.TemporaryDirectory(prefix="ember-", dir="/tmp") as directory:
-        monkeypatch.setenv(ENGINE_HOME, f"{directory}/e")
+async def test_engine_down_leaves_a_disk_mounted_that_the_operator_gave_it(daemon: Daemon) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="ember-", dir="/tmp") as directory,
+        # Taken back before ``daemon`` takes back its own: the fixture of that name would end after it.
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv(ENGINE_HOME, f"{directory}/e")
         with disk("64m", at=engine_paths().data) as data:
             await private.up(lambda line: None)
             await private.down()
