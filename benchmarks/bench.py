@@ -12,12 +12,12 @@ from pathlib import Path
 import anyio
 from anyio.abc import TaskGroup
 
-from executor.docker import CommandLineEngine
-from executor.engine import EngineInfo, ImageInfo
-from executor.locate import find_engine
-from executor.process import Finished
+from executor.engine.docker import CommandLineEngine
+from executor.engine.locate import find_engine
+from executor.engine.process import Finished
+from executor.engine.protocol import EngineInfo, ImageInfo
 from executor.result import CallResult, ImageMissing
-from pool.config import PoolSettings, Settings
+from pool.config.load import PoolSettings, Settings
 from pool.pool import SandboxPool
 from pool.session import Session
 

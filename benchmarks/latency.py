@@ -22,7 +22,7 @@ from benchmarks.report import Report
 from benchmarks.rounds import measure
 from executor.result import EmberpoolError
 from pool import logs
-from pool.config import ConfigError, load_settings
+from pool.config.load import ConfigError, load_settings
 
 ROUNDS, QUICK_ROUNDS = 100, 15
 INTERRUPTED = 130

@@ -16,12 +16,12 @@ from benchmarks.bench import CODE, Bench, BenchmarkError, at_rest, check_finishe
 from benchmarks.echo import ECHO_COMMAND, Echo
 from benchmarks.floor import COMMAND, Floor, FloorError
 from benchmarks.own import own_sandbox
-from executor.call import Call
-from executor.process import Finished, client_environment
-from executor.profile import Identity, exec_args
-from executor.sandbox import Sandbox
-from pool.users import UserPolicy
-from pool.workshop import shared_profile
+from executor.engine.process import Finished, client_environment
+from executor.sandbox.profile import Identity, exec_args
+from executor.sandbox.request import Call
+from executor.sandbox.sandbox import Sandbox
+from pool.supervisor.containers import shared_profile
+from pool.supervisor.users import UserPolicy
 
 Measure = Callable[[], Awaitable[float]]
 """Does the thing once, checks that it worked, and returns its seconds; leaves everything at rest for the next mode."""

@@ -12,15 +12,15 @@ import anyio
 from anyio.abc import TaskStatus
 
 from benchmarks.bench import STILL, Bench, temporary_state
-from executor.cgroups import remove_parent
-from executor.log import get_logger
-from executor.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
+from executor.common.log import get_logger
+from executor.engine.cgroups import remove_parent
+from executor.engine.events import EventHub
 from executor.result import EmberpoolError
-from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
-from executor.watch import EventHub
-from pool.ledger import Entry, StateDirectory
-from pool.users import UserPolicy
-from pool.workshop import connection
+from executor.sandbox.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
+from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
+from pool.ledger.ledger import Entry, StateDirectory
+from pool.supervisor.containers import connection
+from pool.supervisor.users import UserPolicy
 
 log = get_logger("emberpool.benchmark")
 

@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bench import BenchmarkError, check_result, new_pool
-from executor import armed, channel, frames, runners
+from executor.engine import channel
 from executor.result import EmberpoolError
+from executor.sandbox import runner_client, runners, wire
 from pool import logs
-from pool.config import load_settings
+from pool.config.load import load_settings
 
 WARM_UP = 50
 SHARED = "import mmap\nSTAMPS = mmap.mmap(-1, 4096)\ndef stamp(at):\n    STAMPS[at * 8 : at * 8 + 8] = time.monotonic_ns().to_bytes(8, 'big')\n"
@@ -65,7 +66,9 @@ def stamped(program: str) -> str:
 
 def _replaced(program: str, line: str, by: str) -> str:
     if line not in program:
-        raise BenchmarkError(f"executor/runner.py has no line {line.strip()!r} any more; mend benchmarks/profile.py")
+        raise BenchmarkError(
+            f"executor/inside/runner.py has no line {line.strip()!r} any more; mend benchmarks/profile.py"
+        )
     return program.replace(line, by, 1)
 
 
@@ -77,21 +80,21 @@ class Stamps:
 
     def install(self) -> None:
         """Stamp whatever this process does from now on. There is no way back: the process is the profile's own."""
-        program = stamped(armed._program().decode("utf-8")).encode("utf-8")
-        armed._program = lambda: program  # type: ignore[assignment]
-        frames._LIMITS[frames.CLEAN] = 4096
+        program = stamped(runner_client._program().decode("utf-8")).encode("utf-8")
+        runner_client._program = lambda: program  # type: ignore[assignment]
+        wire._LIMITS[wire.CLEAN] = 4096
         self._wrap(channel.PipeChannel, "send_at_once", after="sent")
-        self._wrap(frames.Decoder, "feed", before="read")
+        self._wrap(wire.Decoder, "feed", before="read")
         self._wrap(runners, "result_of", before="woke")
-        take = armed.ArmedRunner._take
+        take = runner_client.ArmedRunner._take
 
-        def taking(runner: armed.ArmedRunner, frame: frames.Frame) -> None:
-            if frame.kind == frames.CLEAN:
+        def taking(runner: runner_client.ArmedRunner, frame: wire.Frame) -> None:
+            if frame.kind == wire.CLEAN:
                 for at, (name, _, _) in enumerate(INSIDE):
                     self.seen[name] = int.from_bytes(frame.payload[at * 8 : at * 8 + 8], "big")
             take(runner, frame)
 
-        armed.ArmedRunner._take = taking  # type: ignore[assignment,method-assign]
+        runner_client.ArmedRunner._take = taking  # type: ignore[assignment,method-assign]
 
     def note(self, name: str) -> None:
         self.seen.setdefault(name, time.monotonic_ns())

@@ -15,7 +15,7 @@ from benchmarks.machine import machine
 from benchmarks.modes import Measure, Mode
 from benchmarks.report import Report
 from executor.result import EmberpoolError
-from pool.config import Settings
+from pool.config.load import Settings
 
 
 class Progress(Protocol):

@@ -15,13 +15,13 @@ import anyio
 from anyio.abc import TaskStatus
 
 from benchmarks.soak_judge import Reading
-from executor.daemon import find_daemon
-from executor.docker import CommandLineEngine
-from executor.engine import EngineInfo
-from executor.paths import engine_paths
-from executor.proc import argv_of, pids, stat_number
-from executor.profile import LABEL_POOL
+from executor.common.proc import argv_of, pids, stat_number
+from executor.engine.docker import CommandLineEngine
+from executor.engine.paths import engine_paths
+from executor.engine.protocol import EngineInfo
+from executor.machine.daemon import find_daemon
 from executor.result import EmberpoolError
+from executor.sandbox.profile import LABEL_POOL
 from pool.pool import SandboxPool
 
 REST_PATIENCE = 90.0

@@ -14,7 +14,7 @@ from benchmarks.soak_books import Books, Wound
 from benchmarks.soak_log import LogTap
 from benchmarks.soak_plan import KINDS, Blow, Size, Turn, agent_of, kills, probe, sizes, step_of, turns
 from benchmarks.soak_steps import Steps, counted
-from executor.engine import ContainerGone, Engine
+from executor.engine.protocol import ContainerGone, Engine
 from executor.result import EmberpoolError
 from pool.pool import SandboxPool
 from pool.session import Session

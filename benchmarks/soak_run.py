@@ -18,9 +18,9 @@ from benchmarks.soak_judge import Reading, grown, miscounted, misled
 from benchmarks.soak_load import Load, Scale
 from benchmarks.soak_log import LogTap
 from benchmarks.soak_steps import Steps, write_tool
-from executor.locate import find_engine
+from executor.engine.locate import find_engine
 from executor.result import EmberpoolError, ImageMissing
-from pool.config import PoolSettings, Settings
+from pool.config.load import PoolSettings, Settings
 from pool.pool import SandboxPool
 
 MEMORY_MB = 96

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from executor.printable import printable
+from executor.common.printable import printable
 
 DeathCause = Literal["oom", "killed", "runner", "protocol", "drained", "engine", "unknown"]
 

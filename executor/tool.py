@@ -18,7 +18,8 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
-from executor.printable import printable
+from executor import inside
+from executor.common.printable import printable
 from executor.result import CallResult, InvalidCall
 
 MAX_ERROR = 4_000
@@ -182,7 +183,7 @@ def tool_code(tool: Tool, root: str) -> str:
     # `ascii` writes any string as a literal, a path's undecodable bytes too: none can end it and go on as code.
     words = (root, tool.path, tool.directory.name or "tool", tool.function)
     literals = ", ".join(ascii(word) for word in words)
-    return f"{_source('tool_inside.py')}\n\nstart(__name__, {literals}, {_literal('tool_seldom_inside.py')})\n"
+    return f"{inside.source('tool')}\n\nstart(__name__, {literals}, {_literal('tool_errors')})\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,9 +258,4 @@ def _signal_name(number: int) -> str:
 
 @cache
 def _literal(name: str) -> str:
-    return ascii(_source(name))
-
-
-@cache
-def _source(name: str) -> str:
-    return Path(__file__).with_name(name).read_text("utf-8")
+    return ascii(inside.source(name))

@@ -1,12 +1,12 @@
 """Who owns which sandbox, and when: the warm pool, its sessions and its supervisor."""
 
-from executor.files import FileInfo as FileInfo
 from executor.result import CallResult as CallResult
 from executor.result import EmberpoolError as EmberpoolError
-from executor.stream import CallStream as CallStream
-from executor.stream import Output as Output
+from executor.sandbox.files import FileInfo as FileInfo
+from executor.sandbox.stream import CallStream as CallStream
+from executor.sandbox.stream import Output as Output
 from pool import logs as logs
-from pool.config import Settings as Settings
-from pool.config import load_settings as load_settings
+from pool.config.load import Settings as Settings
+from pool.config.load import load_settings as load_settings
 from pool.pool import SandboxPool as SandboxPool
 from pool.session import Session as Session

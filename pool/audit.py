@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from executor.call import Call
 from executor.result import CallResult, EmberpoolError
+from executor.sandbox.request import Call
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 import structlog
 
-from executor.printable import printable
+from executor.common.printable import printable
 
 
 def _printable_values(logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

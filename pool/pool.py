@@ -17,13 +17,13 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from executor.call import Call
-from executor.cgroups import remove_parent
-from executor.engine import Engine, EngineInfo, NameTaken
-from executor.event_loop import Nursery
-from executor.locate import find_engine
-from executor.log import get_logger, lost_lines
-from executor.news import News
+from executor.common.event_loop import Nursery
+from executor.common.log import get_logger, lost_lines
+from executor.common.notifier import News
+from executor.engine.cgroups import remove_parent
+from executor.engine.events import EventHub
+from executor.engine.locate import find_engine
+from executor.engine.protocol import Engine, EngineInfo, NameTaken
 from executor.result import (
     CallResult,
     EmberpoolError,
@@ -34,31 +34,31 @@ from executor.result import (
     SessionClosed,
     StateLost,
 )
-from executor.staging_threads import StagingThreads
-from executor.stream import Sink
+from executor.sandbox.request import Call
+from executor.sandbox.stream import Sink
+from executor.staging.threads import StagingThreads
 from executor.tool import ToolResult
-from executor.watch import EventHub
-from pool import events as ev
 from pool.audit import AuditEntry
-from pool.calls import checked_call, key_part, positive_seconds, yielding
-from pool.config import Settings
-from pool.config_errors import ConfigError, Problem
-from pool.config_host import host_memory, memory_problem, require_memory
-from pool.descriptors import raise_limit, shortage
-from pool.events import Effect, Event, Fault, Refusal, RefusalKind, SessionKey
-from pool.host_calls import HostCalls
-from pool.ledger import StateDirectory
-from pool.lifecycle import Lifecycle
-from pool.link import EngineLink, FindEngine
-from pool.policy import policy_of
+from pool.config.descriptors import raise_limit, shortage
+from pool.config.errors import ConfigError, Problem
+from pool.config.host import host_memory, memory_problem, require_memory
+from pool.config.load import Settings
+from pool.config.policy import policy_of
+from pool.core import events as ev
+from pool.core.events import Effect, Event, Fault, Refusal, RefusalKind, SessionKey
+from pool.core.handlers import Phase, PoolState
+from pool.ledger.ledger import StateDirectory
 from pool.privileged import Privileged
-from pool.refusals import error_of, fault_of
 from pool.session import Prepare, Session
-from pool.sessions import OnSessionEnded, SessionEnd, SessionInfo, info_of
-from pool.startup import MakeImage, make_image
-from pool.state import Phase, PoolState
+from pool.supervisor.calls import checked_call, key_part, positive_seconds, yielding
+from pool.supervisor.containers import ColdSetting, Workshop
+from pool.supervisor.engine_link import EngineLink, FindEngine
+from pool.supervisor.host_calls import HostCalls
+from pool.supervisor.lifecycle import Lifecycle
+from pool.supervisor.refusals import error_of, fault_of
+from pool.supervisor.sessions import OnSessionEnded, SessionEnd, SessionInfo, info_of
+from pool.supervisor.startup import MakeImage, make_image
 from pool.tools import ToolPlan, environment, run_on_host, with_retries
-from pool.workshop import ColdSetting, Workshop
 
 log = get_logger("emberpool.pool")
 
@@ -90,7 +90,7 @@ class SandboxPool:
     Entering the block is ``start``, leaving it ``aclose``: where a framework starts and stops things in tasks of its own, call
     these. Only the event loop that it was started on may use a pool; all others get ``PoolUnusable`` from every method.
     A start does not wait for an engine: while none is there, everything is refused with the reason, and heals by itself once it is.
-    ``find`` returns the engine to use (by default the first that answers, see ``executor.locate``). Where the image is
+    ``find`` returns the engine to use (by default the first that answers, see ``executor.engine.locate``). Where the image is
     missing on it at the start, ``make_image`` brings it (by default it is pulled or built), and callers are refused meanwhile.
     Raises ``ConfigError`` where all containers together may use more memory than this host has (``pool.overcommit``).
     ``on_session_ended`` is called with a ``SessionEnd`` once a session that somebody had a handle on is no more.

@@ -14,14 +14,14 @@ from pathlib import Path, PurePosixPath
 
 import anyio
 
-from executor.call import Call, check_code
-from executor.profile import check_mount
 from executor.result import CallResult, InvalidCall
-from executor.staging import StagingFailed
-from executor.staging_threads import StagingThreads
-from pool.config import Settings
-from pool.config_tools import WORKSPACE, CommandSettings
-from pool.workshop import ColdSetting
+from executor.sandbox.profile import check_mount
+from executor.sandbox.request import Call, check_code
+from executor.staging.threads import StagingThreads
+from executor.staging.versions import StagingFailed
+from pool.config.load import Settings
+from pool.config.tools import WORKSPACE, CommandSettings
+from pool.supervisor.containers import ColdSetting
 
 RunCold = Callable[[Call, ColdSetting], Awaitable[CallResult]]
 

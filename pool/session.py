@@ -9,16 +9,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from executor import files
-from executor.call import Call
-from executor.files import FileInfo
 from executor.result import CallResult, SessionClosed
-from executor.sandbox import TOOL_PLACE, Sandbox
-from executor.staging_copy import DIGEST_LENGTH
-from executor.stream import CallStream
+from executor.sandbox import files
+from executor.sandbox.files import FileInfo
+from executor.sandbox.request import Call
+from executor.sandbox.sandbox import TOOL_PLACE, Sandbox
+from executor.sandbox.stream import CallStream
+from executor.staging.copy import DIGEST_LENGTH
 from executor.tool import Tool, ToolResult, encode_arguments, tool_code, tool_result
-from pool.calls import ceilings, checked_call, yielding
-from pool.events import SessionKey
+from pool.core.events import SessionKey
+from pool.supervisor.calls import ceilings, checked_call, yielding
 
 if TYPE_CHECKING:
     from pool.pool import SandboxPool

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import anyio
 
-from executor.call import Call
-from executor.host import HOST, HostLimits, host_call
-from executor.log import get_logger
+from executor.common.log import get_logger
+from executor.host.call import HOST, HostLimits, host_call
 from executor.result import EmberpoolError, InvalidCall
-from executor.sandbox import no_file
-from executor.staging import StagingFailed, resolve_tool_dir
-from executor.staging_threads import StagingThreads
+from executor.sandbox.request import Call
+from executor.sandbox.sandbox import no_file
+from executor.staging.threads import StagingThreads
+from executor.staging.versions import StagingFailed, resolve_tool_dir
 from executor.tool import Tool, ToolResult, encode_arguments, tool_code, tool_result
 from pool.audit import AuditEntry
-from pool.config import Settings
-from pool.config_types import PythonTools
-from pool.host_calls import HostCalls
-from pool.manifest import ToolEntry, resolve
+from pool.config.load import Settings
+from pool.config.types import PythonTools
+from pool.manifest.load import ToolEntry, resolve
+from pool.supervisor.host_calls import HostCalls
 
 log = get_logger("emberpool.tools")
 
@@ -104,11 +104,11 @@ async def run_on_host(
     calls: HostCalls | None = None,
     threads: StagingThreads | None = None,
 ) -> ToolResult:
-    """Call a tool on this host under limits: a guard against exhaustion and NOT a boundary (``executor.host``).
+    """Call a tool on this host under limits: a guard against exhaustion and NOT a boundary (``executor.host.call``).
 
     ``session`` is the session's id for the audit line, ``calls`` and ``threads`` are the pool's, where there is one. What never
     started is tried again, up to ``plan.retries`` times. Raises ``InvalidCall``, ``StagingFailed``, what ``HostCalls.run``
-    raises and what ``executor.host.host_call`` raises.
+    raises and what ``executor.host.call.host_call`` raises.
     """
     stdin = encode_arguments(arguments, max_input=settings.call.max_input)
     threads = threads or StagingThreads()

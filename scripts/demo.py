@@ -16,9 +16,10 @@ from rich.table import Table
 
 from executor.result import CallResult, EmberpoolError, SandboxDied
 from executor.tool import ToolResult
-from pool import interrupts, logs
-from pool.config import Settings
-from pool.manifest import Manifest, load_manifest
+from pool import logs
+from pool.cli import interrupts
+from pool.config.load import Settings
+from pool.manifest.load import Manifest, load_manifest
 from pool.pool import SandboxPool
 from pool.session import Session
 from pool.tools import plan_tool

@@ -1,14 +1,14 @@
-"""Draws the life of a sandbox into docs/architecture.md, between two marks, from the table in pool/transitions.py."""
+"""Draws the life of a sandbox into docs/architecture.md, between two marks, from the table in pool/core/transitions.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pool.transitions import TABLE, Phase
+from pool.core.transitions import TABLE, Phase
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
-BEGIN = "<!-- drawn by scripts/diagram.py from pool/transitions.py: begin -->\n"
-END = "<!-- drawn by scripts/diagram.py from pool/transitions.py: end -->\n"
+BEGIN = "<!-- drawn by scripts/diagram.py from pool/core/transitions.py: begin -->\n"
+END = "<!-- drawn by scripts/diagram.py from pool/core/transitions.py: end -->\n"
 
 
 def diagram() -> str:

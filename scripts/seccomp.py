@@ -1,4 +1,4 @@
-"""Make, check and compare the strict seccomp profile; see ``executor/seccomp.py``."""
+"""Make, check and compare the strict seccomp profile; see ``executor/sandbox/seccomp.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from executor.seccomp import STRICT_LIST, STRICT_PROFILE, allowed, as_json, beyond, build
+from executor.sandbox.seccomp import STRICT_LIST, STRICT_PROFILE, allowed, as_json, beyond, build
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN_DEFAULT = ROOT / "tests" / "data" / "engine_seccomp.json"

@@ -19,12 +19,12 @@ import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
-from executor.engine import Engine
-from executor.locate import find_engine
-from executor.profile import LABEL_POOL
+from executor.engine.locate import find_engine
+from executor.engine.protocol import Engine
 from executor.result import EmberpoolError
-from pool import workshop
-from pool.config import Settings
+from executor.sandbox.profile import LABEL_POOL
+from pool.config.load import Settings
+from pool.supervisor import containers
 
 ENGINE_IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "")
 
@@ -74,7 +74,7 @@ def _no_thread_for_the_ledger_under_virtual_time(
             await anyio.lowlevel.checkpoint()
             return work(*args)
 
-        monkeypatch.setattr(workshop, "to_thread", SimpleNamespace(run_sync=run_sync))
+        monkeypatch.setattr(containers, "to_thread", SimpleNamespace(run_sync=run_sync))
 
 
 @pytest.fixture

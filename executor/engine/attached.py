@@ -8,9 +8,9 @@ from typing import Literal
 
 import anyio
 
-from executor.channel import keep
-from executor.engine import Channel, Engine
-from executor.process import Capped
+from executor.engine.channel import keep
+from executor.engine.process import Capped
+from executor.engine.protocol import Channel, Engine
 
 QUIET = 0.25
 """Seconds without a byte after which the streams of an exec that has ended are taken to be held open by somebody else."""
@@ -20,7 +20,7 @@ STDIN_CHUNK = 65_536
 
 
 PROVED, REFUSED = b"\x06", b"\x15"
-"""The first byte on the stdout of a call that ``executor/bootstrap.py`` carries out: the boundary is in force, or is not."""
+"""The first byte on the stdout of a call that ``executor/inside/plain.py`` carries out: the boundary is in force, or is not."""
 
 
 class Proven(Capped):
@@ -69,7 +69,7 @@ async def run_attached(
     """Run one attached client for at most ``timeout`` seconds; whatever ended it, the client is gone on return.
 
     ``over`` is set when the process inside has ended, ``died`` when its container has. With ``proof`` the first byte of
-    stdout is not the call's (``executor/bootstrap.py`` writes it).
+    stdout is not the call's (``executor/inside/plain.py`` writes it).
     """
     stdout = Proven(max_output) if proof else Capped(max_output)
     end, began = Attached(stdout, Capped(max_output)), anyio.current_time()

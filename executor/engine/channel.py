@@ -1,4 +1,4 @@
-"""An attached engine client's streams, as ``executor.engine.Channel`` describes them.
+"""An attached engine client's streams, as ``executor.engine.protocol.Channel`` describes them.
 
 Where the system can wait for a pipe, stdin and stdout are plain pipes that are read and written without anything between:
 a short call's bytes pass here in both directions, and a stream of the event loop's own costs it turns of that loop.
@@ -16,9 +16,9 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import Process
 
-from executor import process
-from executor.engine import Channel
-from executor.process import READ_SIZE, Capped
+from executor.engine import process
+from executor.engine.process import READ_SIZE, Capped
+from executor.engine.protocol import Channel
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
 """The docker and podman command lines, behind the engine seam.
 
-Arguments of ``run`` and ``exec`` come ready from ``executor.profile``; this file adds only the words that ask an engine a
+Arguments of ``run`` and ``exec`` come ready from ``executor.sandbox.profile``; this file adds only the words that ask an engine a
 question (``inspect``, ``rm``, ``ps``, ``events``) and turns an engine's stderr into a typed error, in one place.
 """
 
@@ -16,14 +16,14 @@ from typing import Any
 import anyio
 from anyio.abc import ByteReceiveStream
 
-from executor import process
-from executor.channel import attached, keep
-from executor.daemon_log import keep_small
-from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
-from executor.log import get_logger
-from executor.paths import engine_paths
-from executor.printable import printable
-from executor.process import Finished
+from executor.common.log import get_logger
+from executor.common.printable import printable
+from executor.engine import process
+from executor.engine.channel import attached, keep
+from executor.engine.daemon_log import keep_small
+from executor.engine.paths import engine_paths
+from executor.engine.process import Finished
+from executor.engine.protocol import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ImageUnfit, ProfileMismatch
 
 log = get_logger("emberpool.engine")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from executor.engine import EngineEvent
-from executor.news import News
+from executor.common.notifier import News
+from executor.engine.protocol import EngineEvent
 from executor.result import DeathCause
 
 

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from executor.docker import CommandLineEngine, Endpoint
-from executor.engine import EngineInfo
-from executor.log import get_logger
-from executor.paths import ENGINE_HOME, EnginePaths, engine_paths
-from executor.printable import printable
+from executor.common.log import get_logger
+from executor.common.printable import printable
+from executor.engine.docker import CommandLineEngine, Endpoint
+from executor.engine.paths import ENGINE_HOME, EnginePaths, engine_paths
+from executor.engine.protocol import EngineInfo
 from executor.result import EmberpoolError, EngineUnavailable
 
 log = get_logger("emberpool.engine")

@@ -18,7 +18,7 @@ class EnginePaths:
     """The private engine's places. ``root`` outlives a reboot, ``run`` need not.
 
     ``users_file`` is locked shared by every pool that lives on the engine; ``lock_file`` is held while the engine is
-    being started or stopped; ``started_file`` says which process was started, as ``executor.daemon`` writes it.
+    being started or stopped; ``started_file`` says which process was started, as ``executor.machine.daemon`` writes it.
     """
 
     root: Path

@@ -1,5 +1,5 @@
-"""Engine client processes: the only place where one is started (``executor.launch`` starts the private engine's daemon,
-``executor.host_process`` the calls of the host path).
+"""Engine client processes: the only place where one is started (``executor.machine.launch`` starts the private engine's daemon,
+``executor.host.process`` the calls of the host path).
 
 Every client runs in a session of its own (a Ctrl-C at the terminal must not end it before its container is dealt with),
 with a chosen environment, and is killed and reaped whenever its block is left, cancelled or not.
@@ -20,8 +20,8 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import ByteReceiveStream, Process
 
-from executor import pidfd
-from executor.log import get_logger
+from executor.common.log import get_logger
+from executor.engine import pidfd
 from executor.result import EngineFailed, EngineUnavailable
 
 log = get_logger("emberpool.engine")

@@ -1,6 +1,6 @@
 """The engine seam: what emberpool asks of a container engine, and the words in which it answers.
 
-Kept small on purpose. ``executor.docker`` fills it with the docker and podman command lines; a cluster's engine could
+Kept small on purpose. ``executor.engine.docker`` fills it with the docker and podman command lines; a cluster's engine could
 fill it without touching anything above. Tests fill it with a scripted engine under virtual time.
 """
 

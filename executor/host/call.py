@@ -24,14 +24,15 @@ from pathlib import Path
 
 import anyio
 
-from executor.call import Call
-from executor.host_process import HostEnd, run_on_host
-from executor.host_unlimited import unlimited
-from executor.log import get_logger
-from executor.printable import printable
-from executor.profile import CALL_ENV
+from executor import inside
+from executor.common.log import get_logger
+from executor.common.printable import printable
+from executor.common.threads import in_thread
+from executor.host.process import HostEnd, run_on_host
+from executor.host.unlimited import unlimited
 from executor.result import CallResult, EngineFailed, InvalidCall, ProfileMismatch
-from executor.threads import in_thread
+from executor.sandbox.profile import CALL_ENV
+from executor.sandbox.request import Call
 
 log = get_logger("emberpool.host")
 
@@ -94,7 +95,7 @@ async def host_call(call: Call, *, limits: HostLimits, env: Mapping[str, str], g
 
         def argv(tell: int) -> Sequence[str]:
             how = "strict" if limits.strict else "lenient"
-            wrapper = str(Path(__file__).with_name("host_inside.py"))
+            wrapper = str(inside.path("host_limits"))
             return [sys.executable, "-I", "-S", "-B", wrapper, str(tell), how, *limits.words(), "--", *program]
 
         entries = b"\0".join(os.fsencode(f"{key}={value}") for key, value in environment.items())

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import anyio
 
-from executor.family import Family
-from executor.log import get_logger
-from executor.process import READ_SIZE, Capped, heed_children
+from executor.common.log import get_logger
+from executor.engine.process import READ_SIZE, Capped, heed_children
+from executor.host.process_tree import Family
 from executor.result import EngineFailed
 
 if sys.platform != "win32":

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import anyio
 
-from executor import proc
-from executor.threads import in_thread
+from executor.common import proc
+from executor.common.threads import in_thread
 
 _ROUND = 0.005
 

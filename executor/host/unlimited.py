@@ -8,10 +8,10 @@ from pathlib import Path
 
 import anyio
 
-from executor.attached import QUIET
-from executor.call import Call
-from executor.process import Capped, drain, feed
+from executor.engine.attached import QUIET
+from executor.engine.process import Capped, drain, feed
 from executor.result import CallResult, EngineFailed
+from executor.sandbox.request import Call
 
 
 async def unlimited(

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The program that carries out one call by plain exec or plain run; the loader of ``executor.call`` feeds it to Python.
+"""The program that carries out one call by plain exec or plain run; the loader of ``executor.sandbox.request`` feeds it to Python.
 
 It runs in the image's own Python (3.8 or newer) and finds ``r`` (read exactly so many bytes of stdin, unbuffered) in its
 globals, so that the call's own stdin begins right after the request. It imports only what a starting interpreter has

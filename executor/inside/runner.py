@@ -3,7 +3,7 @@
 """The program at the container's end of a ``docker exec``: it waits for a call, forks for it, and tells the truth of it.
 
 It runs in the image's own Python (3.8 or newer) with nothing but the standard library, one thread, no user code. The
-loader of ``executor.call`` feeds it to Python; ``executor.frames`` describes what it and the host say to each other.
+loader of ``executor.sandbox.request`` feeds it to Python; ``executor.sandbox.wire`` describes what it and the host say to each other.
 A call's process is a child that was forked ahead of the call and waits for it; it comes back from ``run`` to the bottom of
 this file, and leaves it to become the caller's code. The runner itself never comes back.
 """

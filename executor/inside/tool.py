@@ -6,7 +6,7 @@ It runs where the tool runs, as a call's code, in any Python 3.8 or newer; ``exe
 it. It imports only what a starting interpreter has imported already: `json` costs a call some 10 ms (it brings `re`), and
 `importlib.util` some 5, and both would hide files of the tool's own that are named like one of the modules they bring. And
 it is short, since every call compiles it: 100 lines take a millisecond. What most calls do without is in
-`tool_seldom_inside`.
+`tool_errors`.
 """
 
 import os
@@ -90,7 +90,7 @@ def run(root, path, home, function, seldom):
 
 
 def start(role, root, path, home, function, source):
-    """``role`` is the name that this file runs under, ``source`` is that of `tool_seldom_inside`."""
+    """``role`` is the name that this file runs under, ``source`` is that of `tool_errors`."""
 
     def seldom(name):
         names = {}

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # ruff: noqa: PTH110, PTH118, PTH119, PTH120 - pathlib costs an interpreter some milliseconds
-"""What most calls of `tool_inside` do without: packages, coroutines, and what to say when a tool fails.
+"""What most calls of `tool` do without: packages, coroutines, and what to say when a tool fails.
 
 Compiled where the tool runs, only when one of its functions is needed.
 """

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from executor.log import get_logger
-from executor.paths import EnginePaths
-from executor.proc import KILL_WAIT, argv_of, boot_id, gone, pidfd, start_time
+from executor.common.log import get_logger
+from executor.common.proc import KILL_WAIT, argv_of, boot_id, gone, pidfd, start_time
+from executor.engine.paths import EnginePaths
 
 log = get_logger("emberpool.engine")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import anyio
 
-from executor import process
-from executor.locks import exclusive
-from executor.log import get_logger
-from executor.printable import printable
+from executor.common.log import get_logger
+from executor.common.printable import printable
+from executor.engine import process
+from executor.common.locks import exclusive
 from executor.result import EngineFailed
 
 log = get_logger("emberpool.engine")

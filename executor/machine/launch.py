@@ -7,15 +7,16 @@ from pathlib import Path
 
 import anyio
 
-from executor import daemon, process
-from executor.daemon_log import keep_small
-from executor.debian import Report, install, system_environment
-from executor.docker import CommandLineEngine
-from executor.engine import EngineInfo
-from executor.leftovers import sweep_containerd
-from executor.locate import private_endpoint
-from executor.log import get_logger
-from executor.paths import EnginePaths
+from executor.common.log import get_logger
+from executor.engine import process
+from executor.engine.daemon_log import keep_small
+from executor.engine.docker import CommandLineEngine
+from executor.engine.locate import private_endpoint
+from executor.engine.paths import EnginePaths
+from executor.engine.protocol import EngineInfo
+from executor.machine import daemon
+from executor.machine.debian import Report, install, system_environment
+from executor.machine.leftovers import sweep_containerd
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable
 
 log = get_logger("emberpool.engine")

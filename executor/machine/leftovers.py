@@ -10,11 +10,11 @@ from pathlib import Path
 
 import anyio
 
-from executor import process
-from executor.debian import system_environment
-from executor.log import get_logger
-from executor.paths import EnginePaths
-from executor.proc import KILL_WAIT, argv_of, gone, pidfd, pids, shares_files, stat_number
+from executor.common.log import get_logger
+from executor.common.proc import KILL_WAIT, argv_of, gone, pidfd, pids, shares_files, stat_number
+from executor.engine import process
+from executor.engine.paths import EnginePaths
+from executor.machine.debian import system_environment
 
 log = get_logger("emberpool.engine")
 

@@ -1,6 +1,6 @@
 """The engine on a fresh machine: find one, or install and run a private one; and stop what was started.
 
-A private engine is the distribution's dockerd with places of its own (``executor.paths``). A system daemon is used
+A private engine is the distribution's dockerd with places of its own (``executor.engine.paths``). A system daemon is used
 where one answers, and never started, stopped or configured.
 """
 
@@ -13,15 +13,15 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from executor import daemon, leftovers
-from executor.debian import Report, is_root, release
-from executor.docker import CommandLineEngine, Endpoint
-from executor.engine import EngineInfo
-from executor.launch import STOP_GRACE, ensure_dockerd, start
-from executor.locate import find_engine, private_endpoint
-from executor.locks import exclusive, holders, private_directory, try_lock
-from executor.log import get_logger
-from executor.paths import EnginePaths, engine_home, engine_paths
+from executor.common.log import get_logger
+from executor.engine.docker import CommandLineEngine, Endpoint
+from executor.engine.locate import find_engine, private_endpoint
+from executor.engine.paths import EnginePaths, engine_home, engine_paths
+from executor.engine.protocol import EngineInfo
+from executor.machine import daemon, leftovers
+from executor.machine.debian import Report, is_root, release
+from executor.machine.launch import STOP_GRACE, ensure_dockerd, start
+from executor.common.locks import exclusive, holders, private_directory, try_lock
 from executor.result import EmberpoolError, EngineUnavailable
 
 log = get_logger("emberpool.engine")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import anyio
 
-from executor import process
-from executor.debian import Report, install, release, system_environment
-from executor.printable import printable
+from executor.common.printable import printable
+from executor.engine import process
+from executor.machine.debian import Report, install, release, system_environment
 from executor.result import EngineFailed
 
 PACKAGES = ("python3", "tzdata", "netbase", "ca-certificates", "libstdc++6")

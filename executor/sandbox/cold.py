@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 
 import anyio
 
-from executor.attached import PROVED, REFUSED, Attached, run_attached
-from executor.call import Call, carried, check_code, new_token
-from executor.docker import classify
-from executor.engine import Engine, ImageInfo, NameTaken
-from executor.host_files import require_host_files
-from executor.killing import kill_container, not_confirmed
-from executor.log import get_logger
-from executor.outcome import (
+from executor.common.log import get_logger
+from executor.common.printable import printable
+from executor.engine.attached import PROVED, REFUSED, Attached, run_attached
+from executor.engine.docker import classify
+from executor.engine.events import EventHub, Watch
+from executor.engine.protocol import Engine, ImageInfo, NameTaken
+from executor.result import CallResult, EmberpoolError, EngineUnavailable, ImageUnfit, ProfileMismatch, SandboxDied
+from executor.sandbox.host_files import require_host_files
+from executor.sandbox.kill import kill_container, not_confirmed
+from executor.sandbox.outcome import (
     CANNOT_RUN,
     KILL_CODE,
     LIMIT_SIGNAL_CODE,
@@ -24,11 +26,9 @@ from executor.outcome import (
     never_began,
     unproven,
 )
-from executor.printable import printable
-from executor.profile import ContainerProfile, Identity
-from executor.result import CallResult, EmberpoolError, EngineUnavailable, ImageUnfit, ProfileMismatch, SandboxDied
-from executor.verify import require_no_volumes
-from executor.watch import EventHub, Watch
+from executor.sandbox.profile import ContainerProfile, Identity
+from executor.sandbox.request import Call, carried, check_code, new_token
+from executor.sandbox.verify import require_no_volumes
 
 log = get_logger("emberpool.cold")
 

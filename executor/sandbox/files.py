@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from functools import cache
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, Literal
 
-from executor.printable import printable
+from executor import inside
+from executor.common.printable import printable
 from executor.result import CallResult, FileFailed, InvalidCall
 
 MAX_PATH = 4_095
@@ -37,7 +36,7 @@ class FileInfo:
     """One entry of a directory; links are not followed. ``size`` is bytes, ``modified`` seconds since the epoch: any that
     the kernel stores, since code gives a file the time that it likes.
 
-    A ``name`` is one component of a path, and may hold any character besides ``/`` and NUL (``executor.printable`` makes
+    A ``name`` is one component of a path, and may hold any character besides ``/`` and NUL (``executor.common.printable`` makes
     it safe to show). Bytes of it that are not UTF-8 are lone surrogates, as ``os.fsdecode`` makes them; such a name can be
     given back in a path.
     """
@@ -48,10 +47,9 @@ class FileInfo:
     modified: float
 
 
-@cache
 def program() -> str:
     """The Python source that runs inside."""
-    return Path(__file__).with_name("files_inside.py").read_text("utf-8")
+    return inside.source("files")
 
 
 def write_request(path: str, data: bytes, *, parents: bool, max_input: int) -> bytes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from executor.printable import printable
-from executor.profile import ContainerProfile
+from executor.common.printable import printable
 from executor.result import ProfileMismatch
+from executor.sandbox.profile import ContainerProfile
 
 
 def require_host_files(profile: ContainerProfile) -> None:

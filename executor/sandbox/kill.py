@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import anyio
 
-from executor.engine import ContainerGone, Engine
-from executor.log import get_logger
+from executor.common.log import get_logger
+from executor.engine.events import EventHub, Watch
+from executor.engine.protocol import ContainerGone, Engine
 from executor.result import EmberpoolError, SandboxDied
-from executor.watch import EventHub, Watch
 
 log = get_logger("emberpool.sandbox")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from executor.attached import PROVED, REFUSED, Attached
-from executor.printable import printable
+from executor.common.printable import printable
+from executor.engine.attached import PROVED, REFUSED, Attached
 from executor.result import CallResult, EmberpoolError, EngineFailed, ProfileMismatch
 
 LIMIT_SIGNAL_CODE = 128 + int(getattr(signal, "SIGXCPU", 24))

@@ -11,15 +11,23 @@ from dataclasses import dataclass
 
 import anyio
 
-from executor.attached import PROVED, Attached, run_attached
-from executor.call import Call, carried, new_token
-from executor.engine import Engine
-from executor.killing import not_confirmed
-from executor.log import get_logger
-from executor.outcome import CANNOT_RUN, KILL_CODE, LIMIT_SIGNAL_CODE, NOT_FOUND, exec_result, never_began, unproven
-from executor.profile import exec_args
+from executor.common.log import get_logger
+from executor.engine.attached import PROVED, Attached, run_attached
+from executor.engine.events import EventHub, ExecWatch, Watch
+from executor.engine.protocol import Engine
 from executor.result import CallResult, EmberpoolError, SandboxDied
-from executor.watch import EventHub, ExecWatch, Watch
+from executor.sandbox.kill import not_confirmed
+from executor.sandbox.outcome import (
+    CANNOT_RUN,
+    KILL_CODE,
+    LIMIT_SIGNAL_CODE,
+    NOT_FOUND,
+    exec_result,
+    never_began,
+    unproven,
+)
+from executor.sandbox.profile import exec_args
+from executor.sandbox.request import Call, carried, new_token
 
 log = get_logger("emberpool.sandbox")
 

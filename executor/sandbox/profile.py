@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from executor.seccomp import STRICT_PROFILE, WITNESS_ERRNO
+from executor.sandbox.seccomp import STRICT_PROFILE, WITNESS_ERRNO
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}\Z")
 _USER = re.compile(r"[0-9]{1,10}(:[0-9]{1,10})?\Z|[a-z_][a-z0-9_-]{0,31}(:[a-z_][a-z0-9_-]{0,31})?\Z")
@@ -83,7 +83,7 @@ class ContainerProfile:
     ``user`` is ``""`` for the image's own or a numeric ``uid:gid``. ``mounts`` are ``-v`` specs (absolute source,
     absolute target, options) and nothing is mounted implicitly. ``env`` holds ``KEY=VALUE`` that the caller has already
     filtered; it shows in the engine's client argv, so it is for the profile's own variables: a call's environment travels
-    by stdin. ``seccomp`` is ``"strict"`` (our own profile, see ``executor.seccomp``), ``"engine"`` (the engine's default), or
+    by stdin. ``seccomp`` is ``"strict"`` (our own profile, see ``executor.sandbox.seccomp``), ``"engine"`` (the engine's default), or
     the absolute path of another profile. ``tmp_owned``: the engine can give ``/tmp`` to a uid.
     Source: memo 3.1 and 3.2.
     """

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from executor.profile import CALL_ENV, check_argv
+from executor import inside
 from executor.result import EngineUnavailable, InvalidCall
+from executor.sandbox.profile import CALL_ENV, check_argv
 
 MAX_ARGUMENT = 131_071
 """Bytes that Linux allows in one argument or environment entry (MAX_ARG_STRLEN less its NUL)."""
@@ -59,7 +59,7 @@ LOADER = (
 class Call:
     """One execution: a program (``argv``) or Python source (``code``), exactly one of them.
 
-    ``env`` is added to what every call gets (``executor.profile.CALL_ENV``); it is the caller's explicit choice and nothing
+    ``env`` is added to what every call gets (``executor.sandbox.profile.CALL_ENV``); it is the caller's explicit choice and nothing
     of the host's environment is ever added to it. ``timeout`` is seconds from the start of the call to its answer;
     ``max_output`` is the bytes kept of each of stdout and stderr; ``cwd`` is where it begins; ``unbuffered`` runs
     ``code`` as ``python3 -u`` would, so that what it prints is sent at once. Raises ``InvalidCall`` naming the field.
@@ -225,7 +225,7 @@ def new_token() -> str:
 
 @cache
 def _program() -> bytes:
-    return Path(__file__).with_name("bootstrap.py").read_bytes()
+    return inside.source("plain").encode()
 
 
 def _frame(data: bytes) -> bytes:

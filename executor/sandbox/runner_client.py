@@ -12,23 +12,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 
-from executor import frames
-from executor.channel import keep
-from executor.engine import Channel, Engine
-from executor.frames import Decoder, Frame, ProtocolError, Report
-from executor.news import News
-from executor.printable import printable
-from executor.process import Capped
-from executor.profile import CALL_ENV
+from executor import inside
+from executor.common.notifier import News
+from executor.common.printable import printable
+from executor.engine.channel import keep
+from executor.engine.process import Capped
+from executor.engine.protocol import Channel, Engine
 from executor.result import EmberpoolError
-from executor.stream import WINDOW as CREDIT
-from executor.stream import Sink
+from executor.sandbox import wire
+from executor.sandbox.profile import CALL_ENV
+from executor.sandbox.stream import WINDOW as CREDIT
+from executor.sandbox.stream import Sink
+from executor.sandbox.wire import Decoder, Frame, ProtocolError, Report
 
 WINDOW = 262_144
 """Bytes of a call's stdin that may be under way: less than what fits into the pipes before the runner."""
@@ -84,7 +84,7 @@ class RunnerConfig:
 
 @cache
 def _program() -> bytes:
-    return Path(__file__).with_name("runner.py").read_bytes()
+    return inside.source("runner").encode()
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +127,7 @@ class Running:
         parts = [self.head, *_input(self.seq, self.stdin, self.sent, upto)]
         self.head, self.sent = b"", upto
         if upto == len(self.stdin) and not self.told:
-            parts.append(frames.encode(frames.INPUT_END, self.seq))
+            parts.append(wire.encode(wire.INPUT_END, self.seq))
             self.told = True
         if self.sink is not None:
             parts += _credit(self.seq, self.sink.stdout.due(), self.sink.stderr.due())
@@ -214,26 +214,26 @@ class ArmedRunner:
 
     def _take(self, frame: Frame) -> None:
         kind, state, call = frame.kind, self.state, self._running
-        if frame.seq != self._seq and not (kind == frames.ARMED and frame.seq == self._seq + 1):
+        if frame.seq != self._seq and not (kind == wire.ARMED and frame.seq == self._seq + 1):
             raise ProtocolError(f"a frame of call {frame.seq} during call {self._seq}")
-        if kind == frames.HELLO and state is RunnerState.STARTING:
-            self.facts = frames.parse_object(frame.payload)
+        if kind == wire.HELLO and state is RunnerState.STARTING:
+            self.facts = wire.parse_object(frame.payload)
             self._become(RunnerState.HELLO)
-        elif kind == frames.ARMED and state in (RunnerState.HELLO, RunnerState.CLEAN) and frame.seq == self._seq + 1:
+        elif kind == wire.ARMED and state in (RunnerState.HELLO, RunnerState.CLEAN) and frame.seq == self._seq + 1:
             self._seq = frame.seq
             self._become(RunnerState.ARMED)
-        elif kind in (frames.OUT, frames.ERR) and state is RunnerState.BUSY and call is not None:
-            into = call.stdout if kind == frames.OUT else call.stderr
+        elif kind in (wire.OUT, wire.ERR) and state is RunnerState.BUSY and call is not None:
+            into = call.stdout if kind == wire.OUT else call.stderr
             if into.total + len(frame.payload) > into.cap:
                 raise ProtocolError("more output than was asked for")
             into.add(frame.payload)
-        elif kind == frames.TAKEN and state is RunnerState.BUSY and call is not None and len(frame.payload) == 8:
+        elif kind == wire.TAKEN and state is RunnerState.BUSY and call is not None and len(frame.payload) == 8:
             call.taken += int.from_bytes(frame.payload, "big")
             if call.taken > call.sent:
                 raise ProtocolError("more input was taken than was sent")
             call.moved.tell()
-        elif kind == frames.DONE and state is RunnerState.BUSY and call is not None:
-            report = frames.parse_report(frame.payload)
+        elif kind == wire.DONE and state is RunnerState.BUSY and call is not None:
+            report = wire.parse_report(frame.payload)
             for into, total in ((call.stdout, report.stdout_total), (call.stderr, report.stderr_total)):
                 if into.total > total or (into.total < total and into.total < into.cap):
                     raise ProtocolError("a report of more or less output than has come")
@@ -241,20 +241,20 @@ class ArmedRunner:
             self._running, self._answered = None, call
             call.finish()
             self._become(RunnerState.CLEANING)
-        elif kind == frames.CLEAN and state is RunnerState.CLEANING and self._answered is not None:
+        elif kind == wire.CLEAN and state is RunnerState.CLEANING and self._answered is not None:
             if self._config.shared and self.sweeps is None:
                 raise ProtocolError("clean before it was told how to clean up")
             self._answered.clean = True
             self._become(RunnerState.CLEAN)
-        elif kind == frames.CLEANING and state is RunnerState.CLEANING:
+        elif kind == wire.CLEANING and state is RunnerState.CLEANING:
             if self._config.shared and self.sweeps is None:
                 raise ProtocolError("cleaning up before it was told how to")
             self.signs += 1
             self._changed()
-        elif kind == frames.DIRTY and state is RunnerState.CLEANING:
+        elif kind == wire.DIRTY and state is RunnerState.CLEANING:
             self.problem = "what the call left could not be proven dead"
             self._become(RunnerState.ENDED)
-        elif kind == frames.POISONED and state in (RunnerState.ARMED, RunnerState.BUSY):
+        elif kind == wire.POISONED and state in (RunnerState.ARMED, RunnerState.BUSY):
             said = printable(frame.payload)
             self.problem = f"it is unfit: {said}"  # not its words alone, which might be those of a broken protocol
             if call is not None:
@@ -276,8 +276,8 @@ class ArmedRunner:
         if self.state is not RunnerState.ARMED:
             raise RuntimeError(f"a runner that is {self.state.value} takes no call")
         credit = None if sink is None else CREDIT
-        header = frames.call_header(timeout=timeout, grace=grace, max_output=max_output, credit=credit)
-        head = frames.encode(frames.CALL, self._seq, header + request)
+        header = wire.call_header(timeout=timeout, grace=grace, max_output=max_output, credit=credit)
+        head = wire.encode(wire.CALL, self._seq, header + request)
         if sink is None:
             self._running = Running(self._seq, head, stdin, Capped(max_output), Capped(max_output))
         else:
@@ -322,22 +322,20 @@ class ArmedRunner:
         if call.sink is not None:
             call.sink.discard()
             rest = _credit(call.seq, call.stdout.cap, call.stderr.cap)
-        return await self._send(b"".join((frames.encode(frames.CANCEL, call.seq), *rest)))
+        return await self._send(b"".join((wire.encode(wire.CANCEL, call.seq), *rest)))
 
     async def finish(self, *, sweep: bool) -> None:
         """Tell a runner that shares its sandbox how to clean up after its call: ``sweep`` everything of the calls' uid,
         the other runners included, or only what came of this call. What it was told is known at once."""
         self.sweeps = sweep
         self._changed()
-        await self._send(frames.encode(frames.FINISH, self._seq, frames.FINISH_ALL if sweep else frames.FINISH_OWN))
+        await self._send(wire.encode(wire.FINISH, self._seq, wire.FINISH_ALL if sweep else wire.FINISH_OWN))
 
 
 def _credit(seq: int, stdout: int, stderr: int) -> list[bytes]:
-    due = ((frames.OUT, stdout), (frames.ERR, stderr))
-    return [
-        frames.encode(frames.CREDIT, seq, bytes((stream,)) + more.to_bytes(8, "big")) for stream, more in due if more
-    ]
+    due = ((wire.OUT, stdout), (wire.ERR, stderr))
+    return [wire.encode(wire.CREDIT, seq, bytes((stream,)) + more.to_bytes(8, "big")) for stream, more in due if more]
 
 
 def _input(seq: int, data: bytes, start: int, end: int) -> list[bytes]:
-    return [frames.encode(frames.INPUT, seq, data[at : min(at + 65_536, end)]) for at in range(start, end, 65_536)]
+    return [wire.encode(wire.INPUT, seq, data[at : min(at + 65_536, end)]) for at in range(start, end, 65_536)]

@@ -9,16 +9,11 @@ from dataclasses import dataclass, field
 import anyio
 import anyio.lowlevel
 
-from executor.armed import ArmedRunner, RunnerConfig, RunnerState, Running
-from executor.arming import ArmingLimit, Slot
-from executor.call import LOADER, Call, new_token
-from executor.engine import Engine
-from executor.frames import Report
-from executor.killing import not_confirmed
-from executor.log import get_logger
-from executor.news import News
-from executor.printable import printable
-from executor.profile import CALL_ENV, exec_args
+from executor.common.log import get_logger
+from executor.common.notifier import News
+from executor.common.printable import printable
+from executor.engine.events import EventHub, ExecWatch, Watch
+from executor.engine.protocol import Engine
 from executor.result import (
     CallResult,
     DeathCause,
@@ -28,8 +23,13 @@ from executor.result import (
     SandboxDied,
     SessionBusy,
 )
-from executor.stream import Sink
-from executor.watch import EventHub, ExecWatch, Watch
+from executor.sandbox.arming import ArmingLimit, Slot
+from executor.sandbox.kill import not_confirmed
+from executor.sandbox.profile import CALL_ENV, exec_args
+from executor.sandbox.request import LOADER, Call, new_token
+from executor.sandbox.runner_client import ArmedRunner, RunnerConfig, RunnerState, Running
+from executor.sandbox.stream import Sink
+from executor.sandbox.wire import Report
 
 log = get_logger("emberpool.runner")
 
@@ -41,7 +41,7 @@ ARM_TIMEOUT = 15.0
 not worth waiting for."""
 CLEAN_PATIENCE = 1.0
 """Seconds without a sign of life of a runner that cleans up: what a call left may have stopped it, and runs on meanwhile.
-One that is alive says so several times in them (``SIGN_SECONDS`` of ``executor/runner.py``), however much it has to do."""
+One that is alive says so several times in them (``SIGN_SECONDS`` of ``executor/inside/runner.py``), however much it has to do."""
 CLEAN_TIMEOUT = 5.0
 """Seconds for a whole clean-up: a runner gives up after less (``REAP_SECONDS``) and says so."""
 ANSWER_PATIENCE = 1.0

@@ -12,20 +12,13 @@ import anyio
 import anyio.lowlevel
 from anyio.abc import TaskGroup
 
-from executor import witness
-from executor.armed import RunnerConfig
-from executor.arming import ArmingLimit
-from executor.attached import Attached, run_attached
-from executor.call import Call, base_env, check_code
-from executor.docker import classify
-from executor.engine import ContainerGone, Engine, ImageInfo
-from executor.host_files import require_host_files
-from executor.killing import kill_container
-from executor.log import get_logger
-from executor.outcome import CANNOT_RUN
-from executor.plain import PlainExec
-from executor.printable import printable
-from executor.profile import ContainerProfile, Identity, exec_args
+from executor.common.log import get_logger
+from executor.common.printable import printable
+from executor.common.threads import in_thread
+from executor.engine.attached import Attached, run_attached
+from executor.engine.docker import classify
+from executor.engine.events import EventHub, Watch
+from executor.engine.protocol import ContainerGone, Engine, ImageInfo
 from executor.result import (
     CallResult,
     EngineFailed,
@@ -35,12 +28,18 @@ from executor.result import (
     ProfileMismatch,
     SandboxDied,
 )
-from executor.runners import Place, Runners
-from executor.staging import Fingerprints, StageLimits, Staging, StagingFailed, remove_all
-from executor.staging_threads import StagingThreads
-from executor.stream import CallStream, Sink
-from executor.threads import in_thread
-from executor.verify import (
+from executor.sandbox import witness
+from executor.sandbox.arming import ArmingLimit
+from executor.sandbox.host_files import require_host_files
+from executor.sandbox.kill import kill_container
+from executor.sandbox.outcome import CANNOT_RUN
+from executor.sandbox.plain import PlainExec
+from executor.sandbox.profile import ContainerProfile, Identity, exec_args
+from executor.sandbox.request import Call, base_env, check_code
+from executor.sandbox.runner_client import RunnerConfig
+from executor.sandbox.runners import Place, Runners
+from executor.sandbox.stream import CallStream, Sink
+from executor.sandbox.verify import (
     INSIDE_FILES,
     Finding,
     check_files,
@@ -50,7 +49,8 @@ from executor.verify import (
     require,
     require_no_volumes,
 )
-from executor.watch import EventHub, Watch
+from executor.staging.threads import StagingThreads
+from executor.staging.versions import Fingerprints, StageLimits, Staging, StagingFailed, remove_all
 
 log = get_logger("emberpool.sandbox")
 

@@ -15,8 +15,8 @@ from typing import Literal
 import anyio
 import anyio.lowlevel
 
-from executor.event_loop import EventLoop, current_loop
-from executor.process import Capped
+from executor.common.event_loop import EventLoop, current_loop
+from executor.engine.process import Capped
 from executor.result import CallResult, SandboxDied
 
 WINDOW = 262_144

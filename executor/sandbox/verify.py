@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from executor.engine import ImageInfo
-from executor.profile import PROXY_VARIABLES, WRITABLE_BESIDES_TMP, ContainerProfile
+from executor.engine.protocol import ImageInfo
 from executor.result import ProfileMismatch
-from executor.seccomp import WITNESS_ERRNO, strict_profile
+from executor.sandbox.profile import PROXY_VARIABLES, WRITABLE_BESIDES_TMP, ContainerProfile
+from executor.sandbox.seccomp import WITNESS_ERRNO, strict_profile
 
 Verdict = Literal["equal", "weaker", "unreadable"]
 

@@ -1,7 +1,7 @@
 """What the host and the runner say to each other over an exec's stdin and stdout; pure, and hostile-proof on this side.
 
 A frame is a type (1 byte), a sequence number (4), a length (4) and a payload. The sequence number is the call's, counted
-by the runner from 1 (0 is its hello), so that a frame of another call is noticed. ``executor/runner.py`` holds the same
+by the runner from 1 (0 is its hello), so that a frame of another call is noticed. ``executor/inside/runner.py`` holds the same
 numbers: it runs where this package is not.
 """
 

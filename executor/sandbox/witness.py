@@ -1,6 +1,6 @@
 """A program of some 160 bytes for images without Python: it asks the question that only the strict seccomp profile answers.
 
-It calls ``getpriority`` as ``executor.seccomp`` describes, and exits with the error number that it got.
+It calls ``getpriority`` as ``executor.sandbox.seccomp`` describes, and exits with the error number that it got.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from executor.seccomp import WITNESS_WHICH
+from executor.sandbox.seccomp import WITNESS_WHICH
 
 _LOAD_AT = 0x400000
 _HEADERS = 64 + 56

@@ -9,9 +9,9 @@ import struct
 from collections.abc import Iterator
 
 from executor.result import InvalidCall
-from executor.staging_links import fault
-from executor.staging_seen import Look, facts
-from executor.staging_source import Folder, SourceChanged, StageLimits, reading, shown, writing
+from executor.staging.fingerprints import Look, facts
+from executor.staging.links import fault
+from executor.staging.source import Folder, SourceChanged, StageLimits, reading, shown, writing
 
 DIGEST_LENGTH = 32
 _CHUNK = 1 << 18

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from executor.staging_source import skipped
+from executor.staging.source import skipped
 
 Look = dict[str, tuple[int, ...]]
 """Of each entry's path in a tool directory (``""`` is the directory): device, inode, mode, size, and the times of its last

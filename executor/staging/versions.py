@@ -21,9 +21,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from executor.result import InvalidCall
-from executor.staging_copy import DIGEST_LENGTH, read_tree
-from executor.staging_seen import Fingerprints, Look, differing, look
-from executor.staging_source import (
+from executor.staging.copy import DIGEST_LENGTH, read_tree
+from executor.staging.fingerprints import Fingerprints, Look, differing, look
+from executor.staging.source import (
     Folder,
     SourceChanged,
     StageLimits,

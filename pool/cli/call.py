@@ -15,16 +15,16 @@ from typing import Annotated, Any
 
 import typer
 
-from executor.printable import printable
+from executor.common.printable import printable
 from executor.result import CallResult, InvalidCall
-from pool import interrupts
-from pool.calls import checked_call
-from pool.cli_errors import told
-from pool.cli_output import say, write_call
-from pool.cli_streams import read_stdin
-from pool.config import Settings, load_settings
+from pool.cli import interrupts
+from pool.cli.errors import told
+from pool.cli.output import say, write_call
+from pool.cli.streams import read_stdin
+from pool.config.load import Settings, load_settings
 from pool.pool import SandboxPool
-from pool.startup import make_ready
+from pool.supervisor.calls import checked_call
+from pool.supervisor.startup import make_ready
 
 TIMED_OUT = 124
 RAW = "Write its bytes to a terminal as they are: they may steer it, and imitate any line."

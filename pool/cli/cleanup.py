@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from executor.cgroups import remove_parent
-from executor.locate import find_engine
+from executor.engine.cgroups import remove_parent
+from executor.engine.locate import find_engine
 from executor.result import EmberpoolError
-from pool import cli_output, interrupts
-from pool.cleanup import DeadPool, Leftover, Survey, clean, examine, others, survey
-from pool.cli_errors import say_problems
-from pool.config import ConfigError, Settings, load_settings
-from pool.connection import shared_profile
+from pool.cli import interrupts, output
+from pool.cli.errors import say_problems
+from pool.config.load import ConfigError, Settings, load_settings
+from pool.ledger.cleanup import DeadPool, Leftover, Survey, clean, examine, others, survey
+from pool.supervisor.connection import shared_profile
 
 _SAID = {
     "ours": "container {name} ({state})",
@@ -50,7 +50,7 @@ def cleanup(
         say_problems(error)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
-        cli_output.say("error: interrupted; run it again to remove the rest", err=True)
+        output.say("error: interrupted; run it again to remove the rest", err=True)
         raise typer.Exit(130) from None
     if as_json:
         typer.echo(json.dumps(done.shown, indent=2))
@@ -67,7 +67,7 @@ class _Done:
 async def _cleanup(settings: Settings, place: Path, dry_run: bool, quiet: bool) -> _Done:
     def say(text: str, *, err: bool = False) -> None:
         if not quiet:
-            cli_output.say(text, err=err)
+            output.say(text, err=err)
 
     with survey(place) as found:
         for skipped in found.skipped:

@@ -14,17 +14,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from executor.printable import printable
-from pool.cli_output import say
-from pool.config import ConfigError, Loaded, check_host, each_setting, load
-from pool.config_host import host_memory
-from pool.config_types import (
-    format_duration,
-    format_size,
-    parse_duration,
-    parse_duration_or_off,
-    parse_size,
-)
+from executor.common.printable import printable
+from pool.cli.output import say
+from pool.config.host import host_memory
+from pool.config.load import ConfigError, Loaded, check_host, each_setting, load
+from pool.config.types import format_duration, format_size, parse_duration, parse_duration_or_off, parse_size
 
 config_app = typer.Typer(name="config", help="Check a configuration.", no_args_is_help=True)
 

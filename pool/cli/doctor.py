@@ -14,9 +14,9 @@ from typing import Annotated
 import anyio
 import typer
 
-from executor.printable import printable
-from pool.cli_output import say
-from pool.doctor import Check, examine_file
+from executor.common.printable import printable
+from pool.cli.output import say
+from pool.doctor.doctor import Check, examine_file
 
 _COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "fail": typer.colors.RED}
 

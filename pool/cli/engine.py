@@ -13,14 +13,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from executor import private
-from executor.debian import Report
-from executor.image import DEFAULT_IMAGE, ensure_image
-from executor.locate import find_engine
-from executor.printable import printable
+from executor.common.printable import printable
+from executor.engine.locate import find_engine
+from executor.machine import private_engine
+from executor.machine.debian import Report
+from executor.machine.image import DEFAULT_IMAGE, ensure_image
 from executor.result import EmberpoolError
-from pool import interrupts
-from pool.cli_output import say
+from pool.cli import interrupts
+from pool.cli.output import say
 
 engine_app = typer.Typer(no_args_is_help=True, help="The container engine: find one, or run a private one.")
 image_app = typer.Typer(no_args_is_help=True, help="The image that sandboxes run.")
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 @engine_app.command("up")
 def engine_up() -> None:
     """Make sure that a container engine answers; on Debian or Ubuntu as root, install and start a private one."""
-    ready = _run(private.up)
+    ready = _run(private_engine.up)
     state = "started" if ready.started else "already up"
     say(f"engine {state}: {ready.info.kind} {ready.info.version}, {ready.endpoint.found}")
 
@@ -41,7 +41,7 @@ def engine_down(
     force: Annotated[bool, typer.Option("--force", help="Stop it although a pool lives on it.")] = False,
 ) -> None:
     """Stop the private engine, and nothing that `engine up` did not start."""
-    stopped = _run(lambda report: private.down(force=force, report=report))
+    stopped = _run(lambda report: private_engine.down(force=force, report=report))
     say("private engine stopped" if stopped else "no private engine runs; nothing to stop")
 
 
@@ -50,7 +50,7 @@ def engine_status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on one line.")] = False,
 ) -> None:
     """Which engine is used, how it was found, and who lives on it; exit status 1 where none answers."""
-    status = _run(lambda report: private.status())
+    status = _run(lambda report: private_engine.status())
     if as_json:
         typer.echo(json.dumps(asdict(status)))
     elif status.answers:

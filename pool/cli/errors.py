@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from executor.result import EmberpoolError
-from pool.cli_output import say
-from pool.config import ConfigError
+from pool.cli.output import say
+from pool.config.load import ConfigError
 
 REFUSED, INTERRUPTED = 1, 130
 

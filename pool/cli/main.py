@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
-from pool import cli_streams, logs
-from pool.cli_call import call
-from pool.cli_cleanup import cleanup
-from pool.cli_config import config_app
-from pool.cli_doctor import doctor
-from pool.cli_engine import engine_app, image_app
-from pool.cli_tool import launch_check, tool_app
+from pool import logs
+from pool.cli import streams
+from pool.cli.call import call
+from pool.cli.cleanup import cleanup
+from pool.cli.config import config_app
+from pool.cli.doctor import doctor
+from pool.cli.engine import engine_app, image_app
+from pool.cli.tool import launch_check, tool_app
 
 app = typer.Typer(
     no_args_is_help=True, help="A warm pool of hardened containers for tool code that nobody should trust."
@@ -48,11 +49,11 @@ def _options(
 
 
 def main() -> None:
-    cli_streams.install()
+    streams.install()
     try:
         app()
     finally:
-        cli_streams.finish()
+        streams.finish()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Literal, TextIO
 
 import typer
 
-from executor.printable import printable
+from executor.common.printable import printable
 
 Stream = Literal["out", "err"]
 

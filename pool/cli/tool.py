@@ -10,19 +10,19 @@ from typing import Annotated
 
 import typer
 
-from executor.printable import printable
+from executor.common.printable import printable
 from executor.tool import ToolResult
-from pool import interrupts
-from pool.cli_call import RAW, one_shot, result_object, swept
-from pool.cli_errors import told
-from pool.cli_output import say, write_call
-from pool.cli_streams import read_stdin
-from pool.config import Settings, load_settings
-from pool.doctor import examine
-from pool.launch import Launch, check_launch, failed
-from pool.manifest import Manifest, ToolEntry, load_manifest, resolve
+from pool.cli import interrupts
+from pool.cli.call import RAW, one_shot, result_object, swept
+from pool.cli.errors import told
+from pool.cli.output import say, write_call
+from pool.cli.streams import read_stdin
+from pool.config.load import Settings, load_settings
+from pool.doctor.doctor import examine
+from pool.doctor.launch_check import Launch, check_launch, failed
+from pool.manifest.load import Manifest, ToolEntry, load_manifest, resolve
 from pool.pool import SandboxPool
-from pool.startup import make_ready
+from pool.supervisor.startup import make_ready
 from pool.tools import ToolPlan, plan_tool, run_on_host
 
 tool_app = typer.Typer(no_args_is_help=True, help="The Python tools of a manifest.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pool.config_models import Settings
+from pool.config.models import Settings
 
 if sys.platform != "win32":
     import resource

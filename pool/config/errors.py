@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from executor.printable import printable
-from pool.config_types import shown
+from executor.common.printable import printable
+from pool.config.types import shown
 
 Known = Mapping[str, tuple[str, ...]]
 """The keys that each section has, by the section's dotted name in which ``*`` is any name: ``agents.*.call``."""

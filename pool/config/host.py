@@ -6,10 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
-from executor.printable import printable
-from pool.config_errors import ConfigError, Problem
-from pool.config_models import Settings
-from pool.descriptors import shortage
+from executor.common.printable import printable
+from pool.config.descriptors import shortage
+from pool.config.errors import ConfigError, Problem
+from pool.config.models import Settings
 
 
 def check_host(settings: Settings, host_memory_bytes: int) -> list[str]:

@@ -18,14 +18,14 @@ from typing import Any, Literal
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from executor.printable import printable
-from pool.config_errors import ConfigError, Problem, dotted
-from pool.config_host import check_host
-from pool.config_links import is_service_link
-from pool.config_models import SECTIONS, CallSettings, PoolSettings, SandboxSettings, Settings
-from pool.config_toml import parse_toml
-from pool.config_tools import AgentSettings
-from pool.config_types import Section
+from executor.common.printable import printable
+from pool.config.errors import ConfigError, Problem, dotted
+from pool.config.host import check_host
+from pool.config.links import is_service_link
+from pool.config.models import SECTIONS, CallSettings, PoolSettings, SandboxSettings, Settings
+from pool.config.toml import parse_toml
+from pool.config.tools import AgentSettings
+from pool.config.types import Section
 
 __all__ = [
     "AgentSettings", "CallSettings", "ConfigError", "Loaded", "PoolSettings", "Problem", "SandboxSettings", "Settings",

@@ -1,7 +1,7 @@
 """The settings of a pool: every key, its default and the rules that it has to keep, alone and with the others.
 
 Plain frozen models: making one reads no file and no environment (but the default of ``state_dir`` is a place of the
-user who runs the pool). ``pool.config.load_settings`` is what reads files and environments.
+user who runs the pool). ``pool.config.load.load_settings`` is what reads files and environments.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from executor.image import DEFAULT_IMAGE
-from executor.profile import ContainerProfile, check_mount
-from pool.config_errors import ConfigError, Known, problems_of
-from pool.config_rules import combinations
-from pool.config_tools import (
+from executor.machine.image import DEFAULT_IMAGE
+from executor.sandbox.profile import ContainerProfile, check_mount
+from pool.config.errors import ConfigError, Known, problems_of
+from pool.config.rules import combinations
+from pool.config.tools import (
     COMMANDS,
     WORKSPACE,
     AgentCall,
@@ -28,7 +28,7 @@ from pool.config_tools import (
     PrivilegedSettings,
     ToolsSettings,
 )
-from pool.config_types import (
+from pool.config.types import (
     MAX_UID,
     AbsolutePath,
     AgentName,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pool.config import Settings
-from pool.events import Policy
+from pool.config.load import Settings
+from pool.core.events import Policy
 
 
 def policy_of(settings: Settings) -> Policy:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pool.config_errors import Problem, dotted
-from pool.config_tools import COMMANDS, WORKSPACE
-from pool.config_types import Section, format_duration, format_size
+from pool.config.errors import Problem, dotted
+from pool.config.tools import COMMANDS, WORKSPACE
+from pool.config.types import Section, format_duration, format_size
 
 if TYPE_CHECKING:
-    from pool.config_models import Settings
+    from pool.config.models import Settings
 
 
 def combinations(settings: Settings) -> Iterator[Problem]:

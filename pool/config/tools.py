@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from pool.config_types import Duration, PathList, PythonTools, Section, Size, VariableNames, own_network
+from pool.config.types import Duration, PathList, PythonTools, Section, Size, VariableNames, own_network
 
 WORKSPACE = "/workspace"
 """Where a privileged command finds the workspace's ``data/sandbox``."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
-from executor.profile import ContainerProfile
+from executor.sandbox.profile import ContainerProfile
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)\Z", re.ASCII)
 _DURATION_UNITS: Final[dict[str, Fraction]] = {

@@ -1,7 +1,7 @@
 """Every decision about sandboxes, sessions, waiters, backoff and health: ``PoolState.step(event, now) -> effects``.
 
-Pure: no awaits, no clock, no logging, no random numbers. A handler below enters into the books (``pool.books``) what an
-event says; then the plan (``pool.planning``) compares what is with what should be. ``now`` never goes backwards (the
+Pure: no awaits, no clock, no logging, no random numbers. A handler below enters into the books (``pool.core.state``) what an
+event says; then the plan (``pool.core.plan``) compares what is with what should be. ``now`` never goes backwards (the
 shell's monotonic clock).
 
 A handler that returns ``True`` vouches that the plan would find nothing to do; it is left out then, unless time alone has
@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from pool import events as ev
-from pool.books import Books, Circuit, Health, SandboxState, SessionState, Waiter
-from pool.events import Effect, Event, Fault, Refusal, RefusalKind, SessionKey
-from pool.planning import lost, plan, wake_at
-from pool.transitions import Phase as Phase
-from pool.transitions import Trigger
+from pool.core import events as ev
+from pool.core.events import Effect, Event, Fault, Refusal, RefusalKind, SessionKey
+from pool.core.plan import lost, plan, wake_at
+from pool.core.state import Books, Circuit, Health, SandboxState, SessionState, Waiter
+from pool.core.transitions import Phase as Phase
+from pool.core.transitions import Trigger
 
 _CLOSED_UNDER = Refusal(RefusalKind.SESSION_CLOSED, "the session was closed while this call ran", started=True)
 

@@ -6,10 +6,10 @@ as the steps before it left them.
 
 from __future__ import annotations
 
-from pool import events as ev
-from pool.books import STOPS_TO_DOUBT, Books, SandboxState
-from pool.events import Fault, Refusal, RefusalKind
-from pool.transitions import Phase, Trigger
+from pool.core import events as ev
+from pool.core.events import Fault, Refusal, RefusalKind
+from pool.core.state import STOPS_TO_DOUBT, Books, SandboxState
+from pool.core.transitions import Phase, Trigger
 
 _DRAINED = Refusal(RefusalKind.SANDBOX_DIED, "the pool closed while this call ran", cause="drained", started=True)
 

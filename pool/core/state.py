@@ -1,7 +1,7 @@
 """The books of one pool instance: its sandboxes, sessions and waiters, what can be derived from them, and the entries
 that more than one decision makes.
 
-``pool.state`` enters what events say, ``pool.planning`` what should follow; both work on these books and on nothing else.
+``pool.core.handlers`` enters what events say, ``pool.core.plan`` what should follow; both work on these books and on nothing else.
 All counts are derived. What is due is always written ``now >= since + span``, the very sum that ``wake_at`` returns:
 ``now - since >= span`` rounds differently, so that a sleeper woken at that sum could be too early and would not be
 woken again.
@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from pool import events as ev
-from pool.events import Effect, Fault, Policy, Refusal, RefusalKind, SessionKey
-from pool.transitions import Phase, Trigger, follow
+from pool.core import events as ev
+from pool.core.events import Effect, Fault, Policy, Refusal, RefusalKind, SessionKey
+from pool.core.transitions import Phase, Trigger, follow
 
 STOPS_TO_DOUBT = 2
 """Failed stops of one sandbox after which its place is not counted on any more. One may pass: it is repeated at once."""

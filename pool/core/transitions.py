@@ -74,5 +74,5 @@ def follow(phase: Phase | None, trigger: Trigger) -> Phase | None:
         return TABLE[phase, trigger]
     except KeyError:
         was = phase.value if phase else "absent"
-        hint = "mend the caller, or add the row to pool/transitions.py"
+        hint = "mend the caller, or add the row to pool/core/transitions.py"
         raise LookupError(f"a sandbox that is {was} cannot be {trigger.value}; {hint}") from None

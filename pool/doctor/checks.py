@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from executor.engine import EngineInfo, ImageInfo
-from executor.printable import printable
-from pool.config import Settings, check_host
-from pool.escapes import GUARDS, Judgement
-from pool.probe import LIFETIME, Probed
+from executor.common.printable import printable
+from executor.engine.protocol import EngineInfo, ImageInfo
+from pool.config.load import Settings, check_host
+from pool.doctor.probe import LIFETIME, Probed
+from pool.doctor.runc_cves import GUARDS, Judgement
 
 Status = Literal["ok", "warn", "fail"]
 

@@ -10,19 +10,19 @@ from typing import TypeVar
 
 import anyio
 
-from executor.engine import Engine, EngineInfo, ImageInfo
-from executor.locate import find_engine
-from executor.log import get_logger
-from executor.printable import printable
+from executor.common.log import get_logger
+from executor.common.printable import printable
+from executor.engine.locate import find_engine
+from executor.engine.protocol import Engine, EngineInfo, ImageInfo
 from executor.result import EmberpoolError, ImageMissing
-from executor.staging_threads import StagingThreads
-from pool import checks, surroundings
-from pool.checks import Check
-from pool.config import ConfigError, Settings, load_settings
-from pool.escapes import guards, judge, runc_version
-from pool.link import FindEngine
-from pool.probe import probe
-from pool.users import UserPolicy
+from executor.staging.threads import StagingThreads
+from pool.config.load import ConfigError, Settings, load_settings
+from pool.doctor import checks, host_facts
+from pool.doctor.checks import Check
+from pool.doctor.probe import probe
+from pool.doctor.runc_cves import guards, judge, runc_version
+from pool.supervisor.engine_link import FindEngine
+from pool.supervisor.users import UserPolicy
 
 __all__ = ["Check", "examine", "examine_file"]
 
@@ -50,7 +50,7 @@ async def examine_file(path: Path | None = None) -> list[Check]:
 
 
 async def examine(
-    settings: Settings, *, find: FindEngine | None = None, changelogs: Iterable[Path] = surroundings.CHANGELOGS
+    settings: Settings, *, find: FindEngine | None = None, changelogs: Iterable[Path] = host_facts.CHANGELOGS
 ) -> list[Check]:
     """Check everything that a pool with ``settings`` needs. Every check has a deadline; what fails is in the answer.
 
@@ -96,7 +96,7 @@ class _Examination:
 
     async def _state(self) -> list[Check]:
         path = self._settings.pool.state_dir
-        return [Check("state directory", "ok", await _in_thread(partial(surroundings.state_directory, path)))]
+        return [Check("state directory", "ok", await _in_thread(partial(host_facts.state_directory, path)))]
 
     async def _reach(self) -> list[Check]:
         self._engine, self._info = await self._find()
@@ -121,7 +121,7 @@ class _Examination:
             text = f"the runtime is {name}; known escapes are listed for runc only"
             return [Check("runtime", "warn", text, "follow its own security advisories")]
         version = runc_version(info.runtime_version)
-        package = await _in_thread(partial(surroundings.runc_package, version, self._changelogs))
+        package = await _in_thread(partial(host_facts.runc_package, version, self._changelogs))
         held = guards(nested_mounts=bool(checks.nested(box.mounts)), kind=info.kind, rootless=info.rootless)
         return checks.runc_checks(version, judge(version, package, held))
 
@@ -141,7 +141,7 @@ class _Examination:
     async def _user(self) -> list[Check]:
         box = self._settings.sandbox
         found: list[Check] = []
-        clashes = await _in_thread(partial(surroundings.users_of, box.uid_range))
+        clashes = await _in_thread(partial(host_facts.users_of, box.uid_range))
         if clashes:
             text = f"sandbox.uid_range {box.uid_range} holds uids that this host uses: {', '.join(clashes[:5])}"
             found.append(Check("user", "warn", text, "choose a range that nothing else uses"))
@@ -174,7 +174,7 @@ class _Examination:
         if await self._data_root() is None:
             why = _NO_ENGINE if self._info is None else "not checked: the engine is not on this host"
             return [Check("crashes", "warn", why)]
-        handler = await _in_thread(surroundings.crash_handler)
+        handler = await _in_thread(host_facts.crash_handler)
         if handler is None:
             return [Check("crashes", "warn", "not checked: this system does not say what it does with a crash")]
         return [checks.crash_check(handler)]
@@ -193,7 +193,7 @@ class _Examination:
             why = _NO_ENGINE if self._info is None else "not checked: the engine's data is not on this host"
             found.append(Check("disk (engine)", "warn", why))
         for what, path in places.items():
-            free = await _in_thread(partial(surroundings.free_bytes, path))
+            free = await _in_thread(partial(host_facts.free_bytes, path))
             found.append(checks.disk_check(what, path, free))
         return found
 

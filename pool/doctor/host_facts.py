@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from executor.result import PoolUnusable
-from pool.config_types import UidRange
-from pool.escapes import Package, read_changelog
-from pool.ledger import StateDirectory
+from pool.config.types import UidRange
+from pool.doctor.runc_cves import Package, read_changelog
+from pool.ledger.ledger import StateDirectory
 
 CHANGELOGS = tuple(
     Path("/usr/share/doc") / package / "changelog.Debian.gz" for package in ("runc", "runc-app", "runc-stable")

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from executor.host import CAN_LIMIT
-from executor.printable import printable
+from executor.common.printable import printable
+from executor.host.call import CAN_LIMIT
 from executor.result import EmberpoolError, InvalidCall, ProfileMismatch
-from executor.sandbox import no_file
-from executor.staging import StageLimits, Staging, StagingFailed
-from executor.staging_threads import StagingThreads
-from pool.checks import Check
-from pool.config import ConfigError, Settings
-from pool.manifest import Manifest, ToolEntry
+from executor.sandbox.sandbox import no_file
+from executor.staging.threads import StagingThreads
+from executor.staging.versions import StageLimits, Staging, StagingFailed
+from pool.config.load import ConfigError, Settings
+from pool.doctor.checks import Check
+from pool.manifest.load import Manifest, ToolEntry
 from pool.tools import ToolPlan, place_on_host, plan_tool
 
 Runs = Literal["container", "limits", "refused"]

@@ -16,20 +16,20 @@ from pathlib import Path
 
 import anyio
 
-from executor.call import Call
-from executor.cgroups import remove_parent
-from executor.cold import ColdSpec, cold_call, has_python
-from executor.engine import Engine, EngineEvent, EngineInfo, ImageInfo
-from executor.log import get_logger
-from executor.printable import printable
-from executor.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
+from executor.common.log import get_logger
+from executor.common.printable import printable
+from executor.engine.cgroups import remove_parent
+from executor.engine.events import EventHub
+from executor.engine.protocol import Engine, EngineEvent, EngineInfo, ImageInfo
 from executor.result import EmberpoolError, ImageUnfit, ProfileMismatch
-from executor.sandbox import Sandbox, SandboxSpec, start_sandbox
-from executor.watch import EventHub
-from pool.config import Settings
-from pool.ledger import Entry, StateDirectory
-from pool.users import UserPolicy
-from pool.workshop import Connection, connection, runner_options
+from executor.sandbox.cold import ColdSpec, cold_call, has_python
+from executor.sandbox.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
+from executor.sandbox.request import Call
+from executor.sandbox.sandbox import Sandbox, SandboxSpec, start_sandbox
+from pool.config.load import Settings
+from pool.ledger.ledger import Entry, StateDirectory
+from pool.supervisor.containers import Connection, connection, runner_options
+from pool.supervisor.users import UserPolicy
 
 log = get_logger("emberpool.doctor")
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from executor.engine import ContainerGone, Engine
-from executor.log import get_logger
-from executor.profile import LABEL_POOL
+from executor.common.log import get_logger
+from executor.common.threads import in_thread
+from executor.engine.protocol import ContainerGone, Engine
 from executor.result import EmberpoolError, EngineFailed, PoolUnusable
-from executor.threads import in_thread
-from pool.ledger import Entry, StateDirectory
-from pool.private_files import StateLocked
+from executor.sandbox.profile import LABEL_POOL
+from pool.ledger.ledger import Entry, StateDirectory
+from pool.ledger.private_files import StateLocked
 
 log = get_logger("emberpool.pool")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from executor.result import PoolUnusable
-from pool.private_files import NotOurs, read_private, write_durably
+from pool.ledger.private_files import NotOurs, read_private, write_durably
 
 _VERSION = 1
 _POOL_ID = re.compile(r"[0-9a-f]{12}\Z", re.ASCII)

@@ -24,11 +24,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from executor.locks import HeldLock
-from executor.proc import boot_id
+from executor.common.proc import boot_id
+from executor.common.locks import HeldLock
 from executor.result import PoolUnusable
-from pool.identity import UNREADABLE, load_identity
-from pool.private_files import (
+from pool.ledger.identity import UNREADABLE, load_identity
+from pool.ledger.private_files import (
     NotOurs,
     check_private,
     make_private,

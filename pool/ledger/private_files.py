@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-from executor.locks import HeldLock
+from executor.common.locks import HeldLock
 from executor.result import PoolUnusable
 
 _HOLDER = re.compile(r"([1-9][0-9]{0,9})(?: ([0-9T:+-]{25}))?\n?\Z", re.ASCII)

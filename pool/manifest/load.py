@@ -15,11 +15,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from executor.printable import printable
-from pool.config import ConfigError, Problem, Settings, read_file
-from pool.config_errors import dotted, problems_of
-from pool.config_types import PythonTools, format_duration
-from pool.manifest_models import KNOWN, PLUGIN_PREFIX, AgentTable, ManifestTables, ToolTable, tables_of
+from executor.common.printable import printable
+from pool.config.errors import dotted, problems_of
+from pool.config.load import ConfigError, Problem, Settings, read_file
+from pool.config.types import PythonTools, format_duration
+from pool.manifest.models import KNOWN, PLUGIN_PREFIX, AgentTable, ManifestTables, ToolTable, tables_of
 
 __all__ = ["Manifest", "ManifestError", "Resolved", "ToolEntry", "load_manifest", "problems", "resolve"]
 

@@ -12,8 +12,8 @@ from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pool.config_errors import Known
-from pool.config_types import AgentName, Duration, PythonTools, Section, VariableNames, shown
+from pool.config.errors import Known
+from pool.config.types import AgentName, Duration, PythonTools, Section, VariableNames, shown
 
 PLUGIN_PREFIX: Final = "plugin__"
 MAX_TOOLS: Final = 1_000

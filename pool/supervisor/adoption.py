@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from executor.engine import ImageInfo
-from executor.profile import LABEL_CONFIG, LABEL_KIND, LABEL_POOL
+from executor.engine.protocol import ImageInfo
 from executor.result import ProfileMismatch
-from pool.cleanup import Leftover
-from pool.ledger import Entry
-from pool.users import UserPolicy
+from executor.sandbox.profile import LABEL_CONFIG, LABEL_KIND, LABEL_POOL
+from pool.ledger.cleanup import Leftover
+from pool.ledger.ledger import Entry
+from pool.supervisor.users import UserPolicy
 
 
 @dataclass(slots=True)

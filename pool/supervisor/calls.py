@@ -8,9 +8,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import anyio.lowlevel
 
-from executor.call import Call, check_code
 from executor.result import EmberpoolError, InvalidCall
-from pool.config import AgentSettings, CallSettings, Settings
+from executor.sandbox.request import Call, check_code
+from pool.config.load import AgentSettings, CallSettings, Settings
 
 MAX_KEY = 65_536
 P = ParamSpec("P")

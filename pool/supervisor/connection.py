@@ -6,10 +6,10 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-from executor import seccomp
-from executor.engine import Engine, EngineInfo, ImageInfo
-from executor.profile import ContainerProfile, Limits
-from pool.config import Settings
+from executor.engine.protocol import Engine, EngineInfo, ImageInfo
+from executor.sandbox import seccomp
+from executor.sandbox.profile import ContainerProfile, Limits
+from pool.config.load import Settings
 
 
 @dataclass(frozen=True, slots=True)

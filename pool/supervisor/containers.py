@@ -14,20 +14,9 @@ import anyio
 from anyio import to_thread
 from anyio.abc import TaskGroup
 
-from executor.arming import ArmingLimit
-from executor.call import Call
-from executor.cold import ColdSpec, cold_call, has_python
-from executor.engine import ImageInfo, NameTaken
-from executor.host_files import require_host_files
-from executor.log import get_logger
-from executor.profile import (
-    LABEL_CONFIG,
-    LABEL_INSTANCE,
-    LABEL_KIND,
-    LABEL_POOL,
-    ContainerKind,
-    Identity,
-)
+from executor.common.log import get_logger
+from executor.engine.events import EventHub
+from executor.engine.protocol import ImageInfo, NameTaken
 from executor.result import (
     CallResult,
     EmberpoolError,
@@ -38,23 +27,27 @@ from executor.result import (
     PoolUnusable,
     ProfileMismatch,
 )
-from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox, take_over
-from executor.staging import Fingerprints, StageLimits
-from executor.staging_threads import StagingThreads
-from executor.verify import require_no_volumes
-from executor.watch import EventHub
-from pool.adoption import labels_of
-from pool.cleanup import LATE_START as LATE_START
-from pool.cleanup import drop, look
-from pool.config import Settings
-from pool.config_tools import WORKSPACE
-from pool.connection import Connection as Connection
-from pool.connection import connection as connection
-from pool.connection import lifetime
-from pool.connection import shared_profile as shared_profile
-from pool.ledger import Entry, EntryState, StateDirectory
-from pool.sweeper import Sweeper
-from pool.users import UserPolicy
+from executor.sandbox.arming import ArmingLimit
+from executor.sandbox.cold import ColdSpec, cold_call, has_python
+from executor.sandbox.host_files import require_host_files
+from executor.sandbox.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, ContainerKind, Identity
+from executor.sandbox.request import Call
+from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox, take_over
+from executor.sandbox.verify import require_no_volumes
+from executor.staging.threads import StagingThreads
+from executor.staging.versions import Fingerprints, StageLimits
+from pool.config.load import Settings
+from pool.config.tools import WORKSPACE
+from pool.ledger.cleanup import LATE_START as LATE_START
+from pool.ledger.cleanup import drop, look
+from pool.ledger.ledger import Entry, EntryState, StateDirectory
+from pool.supervisor.adoption import labels_of
+from pool.supervisor.connection import Connection as Connection
+from pool.supervisor.connection import connection as connection
+from pool.supervisor.connection import lifetime
+from pool.supervisor.connection import shared_profile as shared_profile
+from pool.supervisor.sweep import Sweeper
+from pool.supervisor.users import UserPolicy
 
 log = get_logger("emberpool.pool")
 

@@ -12,19 +12,19 @@ from typing import Protocol
 import anyio
 from anyio.abc import TaskGroup
 
-from executor.engine import Engine, EngineEvent, EngineInfo, ImageInfo
-from executor.log import get_logger
-from executor.paths import engine_paths
-from executor.private import hold_engine
-from executor.profile import LABEL_POOL
+from executor.common.log import get_logger
+from executor.engine.events import EventHub
+from executor.engine.paths import engine_paths
+from executor.engine.protocol import Engine, EngineEvent, EngineInfo, ImageInfo
+from executor.machine.private_engine import hold_engine
 from executor.result import EmberpoolError, EngineUnavailable, ImageMissing
-from executor.watch import EventHub
-from pool.config import Settings
-from pool.events import EngineDown, EngineUp, Event, Fault, RefusalKind, SandboxDied
-from pool.ledger import Entry
-from pool.refusals import fault_of
-from pool.startup import MakeImage, make_image
-from pool.workshop import Workshop, connection
+from executor.sandbox.profile import LABEL_POOL
+from pool.config.load import Settings
+from pool.core.events import EngineDown, EngineUp, Event, Fault, RefusalKind, SandboxDied
+from pool.ledger.ledger import Entry
+from pool.supervisor.containers import Workshop, connection
+from pool.supervisor.refusals import fault_of
+from pool.supervisor.startup import MakeImage, make_image
 
 log = get_logger("emberpool.pool")
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import anyio
 from anyio.abc import TaskGroup
 
-from executor.event_loop import EventLoop, Nursery, current_loop
+from executor.common.event_loop import EventLoop, Nursery, current_loop
 from executor.result import PoolClosed, PoolUnusable
 
 STOP_PATIENCE = 30.0

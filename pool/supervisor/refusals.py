@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from executor import result
 from executor.result import DeathCause, EmberpoolError
-from pool.events import Fault, Refusal, RefusalKind
+from pool.core.events import Fault, Refusal, RefusalKind
 
 _ERRORS: dict[RefusalKind, type[EmberpoolError]] = {
     RefusalKind.ENGINE_UNAVAILABLE: result.EngineUnavailable,

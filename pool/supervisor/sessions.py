@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pool.books import Books, SessionState
+from pool.core.state import Books, SessionState
 
 
 @dataclass(frozen=True, slots=True)

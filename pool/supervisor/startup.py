@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from executor.docker import CommandLineEngine
-from executor.engine import Engine, ImageInfo
-from executor.image import ensure_image
-from executor.locate import find_engine
+from executor.engine.docker import CommandLineEngine
+from executor.engine.locate import find_engine
+from executor.engine.protocol import Engine, ImageInfo
+from executor.machine.image import ensure_image
 from executor.result import ImageMissing
-from pool.config import Settings
+from pool.config.load import Settings
 
 Report = Callable[[str], None]
 MakeImage = Callable[[Engine, str, Report], Awaitable[ImageInfo]]
@@ -17,7 +17,7 @@ MakeImage = Callable[[Engine, str, Report], Awaitable[ImageInfo]]
 
 
 async def make_image(engine: Engine, reference: str, report: Report) -> ImageInfo:
-    """The image, pulled or built where it is missing (``executor.image``). Raises ``ImageMissing`` with the next step."""
+    """The image, pulled or built where it is missing (``executor.machine.image``). Raises ``ImageMissing`` with the next step."""
     if not isinstance(engine, CommandLineEngine):
         raise ImageMissing(
             f"the image {reference} is not on the engine, and this kind of engine cannot be told to fetch it; bring it there "

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import anyio
 
-from executor.log import get_logger
+from executor.common.log import get_logger
+from executor.common.threads import in_thread
 from executor.result import EmberpoolError, PoolUnusable
-from executor.threads import in_thread
-from pool.adoption import Inheritance, Standard, unfit
-from pool.cleanup import Leftover, look, remove
-from pool.config import Settings
-from pool.connection import Connection
-from pool.ledger import Entry, StateDirectory
-from pool.users import UserPolicy
+from pool.config.load import Settings
+from pool.ledger.cleanup import Leftover, look, remove
+from pool.ledger.ledger import Entry, StateDirectory
+from pool.supervisor.adoption import Inheritance, Standard, unfit
+from pool.supervisor.connection import Connection
+from pool.supervisor.users import UserPolicy
 
 log = get_logger("emberpool.pool")
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from executor.engine import ImageInfo
+from executor.engine.protocol import ImageInfo
 from executor.result import ProfileMismatch
-from pool.config_types import UidRange
+from pool.config.types import UidRange
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,12 @@ from benchmarks.plot import check_plot, plot
 from benchmarks.report import Report, milliseconds
 from benchmarks.rounds import sample
 from benchmarks.stats import Summary, percentile, ratios, summarise
-from executor.armed import _program
-from executor.locate import find_engine
-from executor.process import Finished, client_environment
+from executor.engine.locate import find_engine
+from executor.engine.process import Finished, client_environment
+from executor.sandbox.runner_client import _program
 from pool.pool import SandboxPool
 from tests.conftest import ENGINE_IMAGE, engine_fault
+from tests.support import ROOT
 
 MACHINE: dict[str, str | int | float] = {
     "cpu": "Some CPU", "cores": 2, "memory_mb": 4096, "load_1m": 0.5, "kernel": "Linux 6", "python": "3.11.7",
@@ -49,7 +50,7 @@ USUAL = ["cold", "warm_exec", "armed", "resident", "floor", "acquire_standby", "
 PARTS = ["sandbox", "echo", "bare_exec"]
 POOLS, OWN = 5, 2
 """Pools of a usual run (the shared one, one for each kind of session, one for each acquire), and sandboxes without one."""
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -33,8 +33,8 @@ from benchmarks.soak_report import as_json, show
 from benchmarks.soak_run import Soak, soaked
 from benchmarks.soak_steps import Left, counted
 from executor.result import CallResult, InvalidCall, PoolExhausted, SandboxDied
-from pool.config import Settings
-from tests.test_latency_benchmark import MACHINE, REPOSITORY, containers, real_engine
+from pool.config.load import Settings
+from tests.benchmarks.test_latency import MACHINE, REPOSITORY, containers, real_engine
 
 __all__ = ["real_engine"]
 

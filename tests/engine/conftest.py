@@ -14,15 +14,15 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.call import Call
-from executor.cold import ColdSpec, cold_call
-from executor.docker import CommandLineEngine
-from executor.engine import EngineInfo, ImageInfo
-from executor.locate import find_engine
-from executor.profile import LABEL_POOL, ContainerProfile, Identity
+from executor.engine.docker import CommandLineEngine
+from executor.engine.events import EventHub
+from executor.engine.locate import find_engine
+from executor.engine.protocol import EngineInfo, ImageInfo
 from executor.result import CallResult, EmberpoolError
-from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
-from executor.watch import EventHub
+from executor.sandbox.cold import ColdSpec, cold_call
+from executor.sandbox.profile import LABEL_POOL, ContainerProfile, Identity
+from executor.sandbox.request import Call
+from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
 from tests.engine.faulty import IMAGE, report_recoveries
 from tests.engine.faulty import daemon as daemon
 from tests.engine.faulty import private_daemon as private_daemon

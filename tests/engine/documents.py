@@ -17,7 +17,7 @@ from typing import Any
 
 import anyio
 
-from pool.config import Settings
+from pool.config.load import Settings
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,12 +20,12 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from executor import private
-from executor.daemon import Started, exited, find_daemon
-from executor.docker import CommandLineEngine, Endpoint
-from executor.engine import EngineInfo
-from executor.locate import find_engine
-from executor.paths import ENGINE_HOME, engine_paths
+from executor.engine.docker import CommandLineEngine, Endpoint
+from executor.engine.locate import find_engine
+from executor.engine.paths import ENGINE_HOME, engine_paths
+from executor.engine.protocol import EngineInfo
+from executor.machine import private_engine
+from executor.machine.daemon import Started, exited, find_daemon
 from executor.result import EmberpoolError
 
 IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "localhost/emberpool-python:2")
@@ -76,7 +76,7 @@ class Daemon:
         return self.docker("ps", "-a", "--format", "{{.Names}}").split()
 
     async def up(self) -> None:
-        await private.up(lambda line: None)
+        await private_engine.up(lambda line: None)
 
     def send(self, number: signal.Signals) -> Started:
         running = find_daemon(engine_paths())

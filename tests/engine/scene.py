@@ -13,16 +13,16 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from executor.docker import CommandLineEngine
-from executor.engine import EngineInfo
+from executor.engine.docker import CommandLineEngine
+from executor.engine.protocol import EngineInfo
 from executor.result import CallResult, EmberpoolError, SandboxDied
-from pool.config import Settings
+from pool.config.load import Settings
+from pool.core.handlers import Phase
 from pool.pool import SandboxPool
 from pool.session import Session
-from pool.state import Phase
 from tests.engine.faulty import IMAGE, LIMIT, Daemon, Recovery, until
 from tests.engine.steered import Steered, processes
-from tests.pools import outcome
+from tests.support.pools import outcome
 
 MOMENTS = ("idle", "starting", "busy")
 HAS_STATE = "import os; print(os.path.exists('/tmp/began'))"

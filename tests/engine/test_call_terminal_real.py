@@ -10,9 +10,9 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from pool.config import Settings
+from pool.config.load import Settings
 from tests.engine.documents import ROOT, variables
-from tests.terminals import begins_with_margin, on_terminal, rows
+from tests.support.terminals import begins_with_margin, on_terminal, rows
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 

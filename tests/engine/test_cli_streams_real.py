@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pool.config import Settings
+from pool.config.load import Settings
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 

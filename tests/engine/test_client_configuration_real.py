@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from executor.call import Call
-from executor.docker import CommandLineEngine
-from pool.config import Settings
-from pool.descriptors import ARMED
+from executor.engine.docker import CommandLineEngine
+from executor.sandbox.request import Call
+from pool.config.descriptors import ARMED
+from pool.config.load import Settings
 from pool.pool import SandboxPool
 from tests.engine.conftest import Room
 from tests.engine.tiny import tiny_image

@@ -9,15 +9,15 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.call import Call
-from executor.engine import ImageInfo
-from executor.profile import LABEL_POOL, Limits
+from executor.engine.protocol import ImageInfo
 from executor.result import EmberpoolError, ImageMissing, InvalidCall, ProfileMismatch, SandboxDied
-from pool.config import Settings
+from executor.sandbox.profile import LABEL_POOL, Limits
+from executor.sandbox.request import Call
+from pool.config.load import Settings
 from pool.pool import SandboxPool
 from tests.engine.conftest import Room
 from tests.engine.tiny import tiny_image, volume_image
-from tests.pools import until
+from tests.support.pools import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 

@@ -17,13 +17,13 @@ import pytest
 import structlog
 
 from executor.result import PoolExhausted
+from pool.core.handlers import Phase
 from pool.pool import SandboxPool
 from pool.session import Session
-from pool.state import Phase
 from tests.engine.faulty import Daemon, until
 from tests.engine.scene import NONE_LEFT, pool_settings
-from tests.pools import assert_balanced
-from tests.storm import Accounts, Judge
+from tests.support.pools import assert_balanced
+from tests.support.storm import Accounts, Judge
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 

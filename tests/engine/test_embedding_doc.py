@@ -18,7 +18,7 @@ import httpx
 import pytest
 from mcp import Client, StdioServerParameters
 
-from pool.config import Settings
+from pool.config.load import Settings
 from tests.engine.documents import ROOT, blocks, run_fragments, variables
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]

@@ -10,8 +10,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor import runners, sandbox
 from executor.result import EngineUnavailable
+from executor.sandbox import runners, sandbox
 from pool.session import Session
 from tests.engine.faulty import Daemon, Recovery, until
 from tests.engine.scene import Hit, Scene, pool_settings, staged

@@ -9,13 +9,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor import cold, killing
 from executor.result import EngineUnavailable, SandboxDied
+from executor.sandbox import cold, kill
 from pool.pool import SandboxPool
 from tests.engine.faulty import Daemon, Recovery, until
 from tests.engine.scene import Hit, Scene, pool_settings, staged
 from tests.engine.steered import processes
-from tests.pools import outcome
+from tests.support.pools import outcome
 
 COLD = "31.987654321"
 """Seconds for which nothing else of this machine sleeps."""
@@ -101,7 +101,7 @@ async def test_daemon_that_hangs_holds_nobody_past_its_deadline_and_costs_only_w
     daemon: Daemon, state_dir: Path, recoveries: list[Recovery], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cold, "REMOVE_TIMEOUT", 0.5)
-    monkeypatch.setattr(killing, "KILL_PATIENCE", 0.5)
+    monkeypatch.setattr(kill, "KILL_PATIENCE", 0.5)
     cold_told: list[object] = []
     settings = pool_settings(state_dir)
     async with staged("the daemon hangs", daemon, recoveries, settings, patience=2.0) as scene:

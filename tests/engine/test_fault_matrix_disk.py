@@ -13,7 +13,7 @@ from executor.result import EngineUnavailable, FileFailed, PoolUnusable
 from pool.session import Session
 from tests.engine.faulty import Daemon, Recovery, disk, full, until
 from tests.engine.scene import Hit, pool_settings, staged
-from tests.pools import outcome
+from tests.support.pools import outcome
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 

@@ -14,9 +14,9 @@ import anyio
 import pytest
 
 from executor.result import PoolUnusable
-from pool import workshop
-from pool.config import Settings
+from pool.config.load import Settings
 from pool.pool import SandboxPool
+from pool.supervisor import containers as workshop
 from tests.engine.faulty import LIMIT, Daemon, Recovery, until
 from tests.engine.scene import HAS_STATE, MOMENTS, pool_settings, staged
 from tests.engine.steered import processes

@@ -13,7 +13,7 @@ from executor.result import EmberpoolError, ImageMissing
 from pool.session import Session
 from tests.engine.faulty import IMAGE, Daemon, Recovery, until
 from tests.engine.scene import Hit, Scene, pool_settings, staged
-from tests.pools import outcome
+from tests.support.pools import outcome
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 

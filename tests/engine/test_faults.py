@@ -19,17 +19,17 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from executor import private
-from executor.docker import CommandLineEngine
-from executor.engine import Engine, ImageInfo
-from executor.locate import find_engine
-from executor.paths import ENGINE_HOME, engine_paths
-from executor.profile import LABEL_POOL
+from executor.engine.docker import CommandLineEngine
+from executor.engine.locate import find_engine
+from executor.engine.paths import ENGINE_HOME, engine_paths
+from executor.engine.protocol import Engine, ImageInfo
+from executor.machine import private_engine
 from executor.result import CallResult, EmberpoolError, EngineUnavailable, ImageMissing, SandboxDied
-from pool import lifecycle
-from pool.config import Settings
+from executor.sandbox.profile import LABEL_POOL
+from pool.config.load import Settings
 from pool.pool import SandboxPool
-from pool.startup import Report
+from pool.supervisor import lifecycle
+from pool.supervisor.startup import Report
 from tests.engine.faulty import IMAGE, LIMIT, Daemon, disk, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
@@ -187,6 +187,6 @@ async def test_engine_down_leaves_a_disk_mounted_that_the_operator_gave_it(daemo
     ):
         patch.setenv(ENGINE_HOME, f"{directory}/e")
         with disk("64m", at=engine_paths().data) as data:
-            await private.up(lambda line: None)
-            await private.down()
+            await private_engine.up(lambda line: None)
+            await private_engine.down()
             assert data.is_mount()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from executor.call import Call
 from executor.result import CallResult
-from executor.sandbox import Sandbox
+from executor.sandbox.request import Call
+from executor.sandbox.sandbox import Sandbox
 from tests.engine.conftest import Room
 from tests.engine.corpus import PROGRAMS, STDIN, TABLES
 

@@ -7,9 +7,9 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.call import Call
 from executor.result import CallResult
-from executor.stream import Output
+from executor.sandbox.request import Call
+from executor.sandbox.stream import Output
 from tests.engine.conftest import Room
 from tests.engine.corpus import PROGRAMS, STDIN
 from tests.engine.test_fidelity import STORE, both, outcome

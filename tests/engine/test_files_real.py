@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from executor import files
 from executor.result import FileFailed, InvalidCall, SessionClosed, StateLost
-from pool.config import CallSettings, Settings
-from pool.config_tools import AgentCall, AgentOverrides
+from executor.sandbox import files
+from pool.config.load import CallSettings, Settings
+from pool.config.tools import AgentCall, AgentOverrides
 from pool.pool import SandboxPool
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]

@@ -8,13 +8,13 @@ import signal
 import anyio
 import pytest
 
-from executor.armed import ArmedRunner
-from executor.call import Call
-from executor.profile import Limits
 from executor.result import SandboxDied
-from executor.sandbox import Sandbox
+from executor.sandbox.profile import Limits
+from executor.sandbox.request import Call
+from executor.sandbox.runner_client import ArmedRunner
+from executor.sandbox.sandbox import Sandbox
 from tests.engine.conftest import Room
-from tests.pools import until
+from tests.support.pools import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 

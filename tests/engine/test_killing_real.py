@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from executor.call import Call
-from executor.docker import CommandLineEngine
-from executor.engine import ContainerGone
+from executor.engine.docker import CommandLineEngine
+from executor.engine.protocol import ContainerGone
 from executor.result import CallResult
+from executor.sandbox.request import Call
 from tests.engine.conftest import Room
 from tests.engine.faulty import until
 from tests.engine.steered import processes
-from tests.pools import outcome
+from tests.support.pools import outcome
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 

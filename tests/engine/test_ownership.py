@@ -18,13 +18,13 @@ import anyio.to_thread
 import pytest
 import structlog
 
-from executor.docker import CommandLineEngine
-from executor.locate import find_engine
-from executor.profile import LABEL_KIND, LABEL_POOL
+from executor.engine.docker import CommandLineEngine
+from executor.engine.locate import find_engine
 from executor.result import EmberpoolError
-from pool.cleanup import clean, examine, survey
-from pool.config import Settings
-from pool.ledger import StateDirectory
+from executor.sandbox.profile import LABEL_KIND, LABEL_POOL
+from pool.config.load import Settings
+from pool.ledger.cleanup import clean, examine, survey
+from pool.ledger.ledger import StateDirectory
 from pool.pool import SandboxPool
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]

@@ -8,12 +8,12 @@ from functools import partial
 import anyio
 import pytest
 
-from executor.armed import RunnerState
-from executor.call import Call
 from executor.result import CallResult, SandboxDied
-from executor.sandbox import Sandbox
+from executor.sandbox.request import Call
+from executor.sandbox.runner_client import RunnerState
+from executor.sandbox.sandbox import Sandbox
 from tests.engine.conftest import Room
-from tests.pools import outcome, until
+from tests.support.pools import outcome, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 

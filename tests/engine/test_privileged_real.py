@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from executor.result import InvalidCall, ProfileMismatch
-from pool.config import Settings
+from pool.config.load import Settings
 from pool.pool import SandboxPool
-from tests.tools import changed
+from tests.support.tools import changed
 
 pytestmark = [
     pytest.mark.anyio,

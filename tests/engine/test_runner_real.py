@@ -12,11 +12,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor import files
-from executor.call import Call
-from executor.profile import Limits
 from executor.result import FileFailed, InvalidCall, SandboxDied
-from executor.sandbox import Sandbox
+from executor.sandbox import files
+from executor.sandbox.profile import Limits
+from executor.sandbox.request import Call
+from executor.sandbox.sandbox import Sandbox
 from tests.engine.conftest import Room
 from tests.engine.test_sandbox_real import clients
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.call import Call
-from executor.profile import PROXY_VARIABLES, ContainerProfile, Limits
 from executor.result import EngineFailed, InvalidCall, ProfileMismatch, SandboxDied
-from executor.sandbox import start_sandbox
-from executor.seccomp import strict_profile
-from executor.verify import check_inspect
+from executor.sandbox.profile import PROXY_VARIABLES, ContainerProfile, Limits
+from executor.sandbox.request import Call
+from executor.sandbox.sandbox import start_sandbox
+from executor.sandbox.seccomp import strict_profile
+from executor.sandbox.verify import check_inspect
 from tests.engine.conftest import KEEPER, Room
 from tests.engine.tiny import tiny_image, volume_image
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor import profile, verify
-from executor.call import Call
-from executor.paths import engine_paths
+from executor.engine.paths import engine_paths
 from executor.result import CallResult, ProfileMismatch
-from executor.seccomp import allowed, beyond, strict_profile
+from executor.sandbox import profile, verify
+from executor.sandbox.request import Call
+from executor.sandbox.seccomp import allowed, beyond, strict_profile
 from tests.engine.conftest import Room
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from executor.call import Call
-from executor.sandbox import Sandbox, start_sandbox
-from executor.staging import Staging
+from executor.sandbox.request import Call
+from executor.sandbox.sandbox import Sandbox, start_sandbox
+from executor.staging.versions import Staging
 from tests.engine.conftest import Room
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]

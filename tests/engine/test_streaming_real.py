@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from executor import files
-from executor.call import Call
 from executor.result import CallResult, InvalidCall, SessionClosed
-from executor.stream import WINDOW, CallStream, Output
-from pool.config import CallSettings, Settings
+from executor.sandbox import files
+from executor.sandbox.request import Call
+from executor.sandbox.stream import WINDOW, CallStream, Output
+from pool.config.load import CallSettings, Settings
 from pool.pool import SandboxPool
 from tests.engine.conftest import Room
 from tests.engine.tiny import tiny_image

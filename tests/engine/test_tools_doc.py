@@ -8,10 +8,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from pool.config import Settings, load_settings
+from pool.config.load import Settings, load_settings
 from pool.pool import SandboxPool
 from tests.engine.documents import ROOT, blocks, commands, run_commands, run_fragments, run_program, variables
-from tests.tools import changed
+from tests.support.tools import changed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 

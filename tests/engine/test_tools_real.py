@@ -14,16 +14,16 @@ from typing import Any
 import anyio
 import pytest
 
-from executor import staging_source
 from executor.result import EmberpoolError, InvalidCall, SandboxDied
-from executor.staging import StagingFailed
+from executor.staging import source
+from executor.staging.versions import StagingFailed
 from executor.tool import ToolResult
-from pool.config import Settings
+from pool.config.load import Settings
 from pool.pool import SandboxPool
 from pool.tools import ToolPlan, plan_tool
-from tests.pools import outcome
-from tests.stagings import once
-from tests.tools import AGENT, Toolbox, changed
+from tests.support.pools import outcome
+from tests.support.stagings import once
+from tests.support.tools import AGENT, Toolbox, changed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
@@ -343,7 +343,7 @@ async def test_a_directory_that_becomes_a_link_after_it_was_checked_is_not_follo
     outside.mkdir()
     (outside / "tool.py").write_text("def tool(): return 'outside'\n")
     tool = shop.tools.write("tool/tool.py", "def tool(): return 'inside'\n").parent
-    real, done = staging_source.locate, list[Path]()
+    real, done = source.locate, list[Path]()
 
     def then_swap(*args: Any) -> Any:
         found = real(*args)
@@ -352,7 +352,7 @@ async def test_a_directory_that_becomes_a_link_after_it_was_checked_is_not_follo
             tool.symlink_to(outside)
         return found
 
-    monkeypatch.setattr("executor.staging.locate", then_swap)
+    monkeypatch.setattr("executor.staging.versions.locate", then_swap)
     assert "leads to" in await refused(shop, shop.plan("tool"))
     assert done
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from executor.call import Call
+from executor.sandbox.request import Call
 from tests.engine.conftest import Room
 from tests.engine.test_hostile import usable_or_gone
 

@@ -11,20 +11,20 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.call import Call
-from executor.cold import ColdSpec, has_python
-from executor.engine import ImageInfo
-from executor.profile import ContainerProfile
+from executor.engine.protocol import ImageInfo
 from executor.result import EmberpoolError, ImageUnfit, InvalidCall
-from pool.checks import Check
-from pool.config import Settings
-from pool.doctor import examine
+from executor.sandbox.cold import ColdSpec, has_python
+from executor.sandbox.profile import ContainerProfile
+from executor.sandbox.request import Call
+from pool.config.load import Settings
+from pool.doctor.checks import Check
+from pool.doctor.doctor import examine
 from pool.pool import SandboxPool
 from pool.session import Session
 from tests.engine.conftest import KEEPER, Room
 from tests.engine.faulty import until
 from tests.engine.tiny import changed_image, pack
-from tests.pools import outcome
+from tests.support.pools import outcome
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from pool.config import Settings
+from pool.config.load import Settings
 from pool.pool import SandboxPool
 from tests.engine.documents import blocks, run_fragments, run_program, variables
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from anyio import to_thread
 
-from executor.call import Call
-from executor.profile import Limits
+from executor.sandbox.profile import Limits
+from executor.sandbox.request import Call
 from tests.engine.conftest import Room
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]

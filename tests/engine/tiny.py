@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.engine import ImageInfo
+from executor.engine.protocol import ImageInfo
 from tests.engine.conftest import Room
 
 _PROGRAMS = ("cat", "sleep", "sh", "env")

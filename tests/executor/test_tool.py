@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.attached import PROVED
-from executor.call import Call
+from executor.engine.attached import PROVED
 from executor.result import CallResult, InvalidCall
+from executor.sandbox.request import Call
 from executor.tool import MAX_ERROR, Tool, ToolResult, encode_arguments, tool_code, tool_result
 
 MAX = 10_000_000

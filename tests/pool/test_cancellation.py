@@ -13,9 +13,9 @@ import pytest
 from executor.result import EmberpoolError
 from pool.pool import SandboxPool
 from pool.session import Session
-from tests.pools import assert_balanced, assert_closed, running, settings_of, until
-from tests.scripted import Fault, ScriptedEngine
-from tests.stepwise import Cancelled, after_turns, at_pause, every_place
+from tests.support.pools import assert_balanced, assert_closed, running, settings_of, until
+from tests.support.scripted import Fault, ScriptedEngine
+from tests.support.stepwise import Cancelled, after_turns, at_pause, every_place
 
 pytestmark = pytest.mark.anyio
 

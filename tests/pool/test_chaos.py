@@ -9,13 +9,21 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.frames import CLEAN, encode
 from executor.result import CallResult, EmberpoolError, EngineFailed
+from executor.sandbox.wire import CLEAN, encode
 from pool.pool import SandboxPool
-from tests.core import check_invariants
-from tests.pools import LATENCY, assert_balanced, outcome, running, settings_of, virtual_backend, wall_clock_follows
-from tests.scripted import Fault, ScriptedEngine
-from tests.scripted_runner import dies, falls_silent, loses_its_client, poisoned, says, takes
+from tests.support.core import check_invariants
+from tests.support.pools import (
+    LATENCY,
+    assert_balanced,
+    outcome,
+    running,
+    settings_of,
+    virtual_backend,
+    wall_clock_follows,
+)
+from tests.support.scripted import Fault, ScriptedEngine
+from tests.support.scripted_runner import dies, falls_silent, loses_its_client, poisoned, says, takes
 
 pytestmark = pytest.mark.anyio
 

@@ -21,15 +21,16 @@ import anyio.to_thread
 import pytest
 import trio
 
-from executor.locks import try_lock
+from executor.common.locks import try_lock
 from executor.result import PoolClosed, PoolUnusable
 from executor.tool import Tool
-from pool.ledger import StateDirectory
+from pool.ledger.ledger import StateDirectory
+from pool.ledger.private_files import StateLocked
 from pool.pool import SandboxPool
-from pool.private_files import StateLocked
 from pool.session import Session
-from tests.pools import assert_closed, outcome, running, settings_of, until
-from tests.scripted import ScriptedEngine
+from tests.support import ROOT
+from tests.support.pools import assert_closed, outcome, running, settings_of, until
+from tests.support.scripted import ScriptedEngine
 
 BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
 
@@ -339,9 +340,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.parametrize("how", ["fork", "inherited"])
 def test_after_a_killed_pool_a_living_child_locks_nobody_out_or_is_named(state_dir: Path, how: str) -> None:
     argv = [sys.executable, "-c", HOLD, str(state_dir), how]
-    with subprocess.Popen(
-        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent
-    ) as parent:
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.wait(20)
@@ -355,7 +354,7 @@ def test_after_a_killed_pool_a_living_child_locks_nobody_out_or_is_named(state_d
 @BACKENDS
 def test_a_fork_of_a_loop_wakes_nobody(backend: str) -> None:
     async def main() -> None:
-        from executor.event_loop import current_loop
+        from executor.common.event_loop import current_loop
 
         loop = current_loop()
         assert loop.is_current()
@@ -370,7 +369,7 @@ def test_a_fork_of_a_loop_wakes_nobody(backend: str) -> None:
 
 
 def test_a_loop_that_has_ended_is_no_more() -> None:
-    from executor.event_loop import EventLoop, current_loop
+    from executor.common.event_loop import EventLoop, current_loop
 
     async def main() -> EventLoop:
         return current_loop()

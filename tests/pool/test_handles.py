@@ -13,8 +13,8 @@ import pytest
 
 from executor.result import QuotaExceeded
 from pool.session import Session
-from tests.pools import LATENCY, outcome, running, settings_of, virtual_backend, wall_clock_follows
-from tests.scripted import ScriptedEngine
+from tests.support.pools import LATENCY, outcome, running, settings_of, virtual_backend, wall_clock_follows
+from tests.support.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -26,9 +26,9 @@ from executor.result import (
 )
 from pool.pool import SandboxPool
 from pool.session import Session
-from pool.sessions import SessionEnd
-from tests.pools import assert_closed, count, outcome, running, settings_of, until, virtual_backend
-from tests.scripted import Fault, ScriptedEngine
+from pool.supervisor.sessions import SessionEnd
+from tests.support.pools import assert_closed, count, outcome, running, settings_of, until, virtual_backend
+from tests.support.scripted import Fault, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -19,17 +19,18 @@ import structlog
 
 import executor
 import pool as pool_package
-from executor.engine import Engine, ImageInfo
-from executor.log import lost_lines
-from executor.profile import LABEL_POOL
+from executor.common.log import lost_lines
+from executor.engine.protocol import Engine, ImageInfo
 from executor.result import EngineFailed, PoolUnusable
-from pool import private_files
-from pool.ledger import Entry, StateDirectory
+from executor.sandbox.profile import LABEL_POOL
+from pool.ledger import private_files
+from pool.ledger.ledger import Entry, StateDirectory
 from pool.pool import SandboxPool
 from pool.session import Session
-from pool.sessions import SessionEnd
-from pool.startup import MakeImage, make_image
-from tests.pools import (
+from pool.supervisor.sessions import SessionEnd
+from pool.supervisor.startup import MakeImage, make_image
+from tests.pool.supervisor.test_adoption import change_entry, left_by
+from tests.support.pools import (
     LATENCY,
     assert_balanced,
     assert_closed,
@@ -40,9 +41,8 @@ from tests.pools import (
     virtual_backend,
     wall_clock_follows,
 )
-from tests.scripted import IMAGE, Fault, ScriptedEngine
-from tests.scripted_runner import dies
-from tests.test_adoption import change_entry, left_by
+from tests.support.scripted import IMAGE, Fault, ScriptedEngine
+from tests.support.scripted_runner import dies
 
 pytestmark = pytest.mark.anyio
 
@@ -376,7 +376,7 @@ def test_nothing_logs_but_by_the_loggers_that_cannot_raise() -> None:
         for file in sorted(package.glob("*.py"))
         if _imported(file) & {"structlog", "logging"}
     ]
-    assert logging_themselves == ["executor/log.py", "pool/logs.py"]
+    assert logging_themselves == ["executor/common/log.py", "pool/logs.py"]
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import structlog.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.attached import PROVED, REFUSED
-from executor.locks import HeldLock
+from executor.engine.attached import PROVED, REFUSED
+from executor.common.locks import HeldLock
 from executor.result import (
     ImageUnfit,
     InvalidCall,
@@ -27,11 +27,11 @@ from executor.result import (
     SessionClosed,
     StateLost,
 )
-from pool.ledger import StateDirectory
+from pool.ledger.ledger import StateDirectory
 from pool.pool import SandboxPool
 from pool.session import Session
-from tests.pools import assert_closed, count, outcome, running, settings_of, until
-from tests.scripted import ScriptedEngine
+from tests.support.pools import assert_closed, count, outcome, running, settings_of, until
+from tests.support.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -8,10 +8,10 @@ import anyio
 import pytest
 
 from executor.result import CallResult, EmberpoolError, InvalidCall, SandboxDied, SessionBusy, SessionClosed, StateLost
-from executor.stream import WINDOW, CallStream, Output
+from executor.sandbox.stream import WINDOW, CallStream, Output
 from pool.session import Session
-from tests.pools import assert_balanced, running, settings_of, virtual_backend
-from tests.scripted import ScriptedEngine
+from tests.support.pools import assert_balanced, running, settings_of, virtual_backend
+from tests.support.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -24,13 +24,22 @@ from executor.result import (
     SandboxDied,
     StateLost,
 )
-from pool import workshop
-from pool.lifecycle import STOP_PATIENCE
 from pool.pool import SandboxPool
 from pool.session import Session
-from pool.workshop import LAST_SWEEP, LATE_START
-from tests.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
-from tests.scripted import EPOCH, IMAGE, Fault, ScriptedEngine
+from pool.supervisor import containers
+from pool.supervisor.containers import LAST_SWEEP, LATE_START
+from pool.supervisor.lifecycle import STOP_PATIENCE
+from tests.support.pools import (
+    LATENCY,
+    count,
+    outcome,
+    running,
+    settings_of,
+    until,
+    virtual_backend,
+    wall_clock_follows,
+)
+from tests.support.scripted import EPOCH, IMAGE, Fault, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -318,7 +327,7 @@ async def test_a_clock_that_was_set_back_keeps_no_entry_in_the_ledger_for_long(
         began = anyio.current_time()
         await (await acquired(pool, within=100)).close()
         clock = SimpleNamespace(time=lambda: EPOCH + anyio.current_time() + step)
-        monkeypatch.setattr(workshop, "time", clock)
+        monkeypatch.setattr(containers, "time", clock)
         # Not earlier than without: the start may still be carried out.
         await anyio.sleep(began + LATE_START - 11 - anyio.current_time())
         assert list((state_dir / "ledger").iterdir()) != []

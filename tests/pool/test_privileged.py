@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from executor.result import EmberpoolError, InvalidCall, ProfileMismatch
-from pool.config import Settings
+from pool.config.load import Settings
 from pool.privileged import Privileged
-from tests.pools import outcome, running, settings_of
-from tests.scripted import ScriptedEngine
-from tests.scripted_box import RunWords
-from tests.tools import changed
+from tests.support.pools import outcome, running, settings_of
+from tests.support.scripted import ScriptedEngine
+from tests.support.scripted_box import RunWords
+from tests.support.tools import changed
 
 pytestmark = pytest.mark.anyio
 

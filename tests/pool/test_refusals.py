@@ -12,8 +12,8 @@ from executor.result import EmberpoolError
 from executor.tool import Tool
 from pool.pool import SandboxPool
 from pool.session import Session
-from tests.pools import running, settings_of
-from tests.scripted import ScriptedEngine
+from tests.support.pools import running, settings_of
+from tests.support.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -10,10 +10,10 @@ import anyio
 import pytest
 
 from executor.result import InvalidCall, PoolClosed, PoolExhausted
-from pool.config import ConfigError, Settings
+from pool.config.load import ConfigError, Settings
 from pool.pool import SandboxPool
-from tests.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend
-from tests.scripted import ScriptedEngine
+from tests.support.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend
+from tests.support.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -112,12 +112,12 @@ def _sized(tmp_path: Path, **pool: Any) -> Settings:
 async def test_a_pool_that_may_use_more_memory_than_the_host_has_is_refused(
     engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pool.config_host.host_memory", lambda: 6 * 1024**3 - 1)
+    monkeypatch.setattr("pool.config.host.host_memory", lambda: 6 * 1024**3 - 1)
     with pytest.raises(ConfigError, match=r"is 6,144 MiB, and the host has 6,143 MiB; .* pool.overcommit = true"):
         SandboxPool(_sized(tmp_path), find=engine.find)
     assert not (tmp_path / "s").exists()
     SandboxPool(_sized(tmp_path, overcommit=True), find=engine.find)
-    monkeypatch.setattr("pool.config_host.host_memory", lambda: 0)  # a system that does not tell
+    monkeypatch.setattr("pool.config.host.host_memory", lambda: 0)  # a system that does not tell
     SandboxPool(_sized(tmp_path), find=engine.find)
 
 

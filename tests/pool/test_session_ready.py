@@ -7,12 +7,12 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.armed import RunnerState
 from executor.result import PoolClosed, SessionClosed
-from pool.config import Settings
+from executor.sandbox.runner_client import RunnerState
+from pool.config.load import Settings
 from pool.pool import SandboxPool
-from tests.pools import outcome, running, settings_of, until
-from tests.scripted import ScriptedEngine
+from tests.support.pools import outcome, running, settings_of, until
+from tests.support.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -18,11 +18,12 @@ import structlog
 import trio._core._run as scheduler
 
 from executor.result import SandboxDied
-from pool import events as ev
-from pool.config import Settings
+from pool.config.load import Settings
+from pool.core import events as ev
 from pool.pool import SandboxPool
 from pool.session import Session
-from tests.pools import (
+from tests.pool.test_chaos import FAULTS, MISDEEDS, OPERATIONS, PLACES
+from tests.support.pools import (
     LATENCY,
     assert_balanced,
     outcome,
@@ -32,9 +33,8 @@ from tests.pools import (
     virtual_backend,
     wall_clock_follows,
 )
-from tests.scripted import ScriptedEngine
-from tests.storm import Accounts, Judge
-from tests.test_chaos import FAULTS, MISDEEDS, OPERATIONS, PLACES
+from tests.support.scripted import ScriptedEngine
+from tests.support.storm import Accounts, Judge
 
 pytestmark = pytest.mark.anyio
 

@@ -12,11 +12,11 @@ import anyio
 import pytest
 
 from executor.result import CallResult
-from executor.stream import CallStream, Output
+from executor.sandbox.stream import CallStream, Output
 from pool.pool import SandboxPool
 from pool.session import Session
-from tests.pools import assert_balanced, running, settings_of, until
-from tests.scripted import ScriptedEngine
+from tests.support.pools import assert_balanced, running, settings_of, until
+from tests.support.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from executor.engine import Engine, EngineInfo
+from executor.engine.protocol import Engine, EngineInfo
 from executor.result import (
     EmberpoolError,
     EngineUnavailable,
@@ -26,13 +26,13 @@ from executor.result import (
     SessionClosed,
 )
 from executor.tool import Tool
-from pool.config import Settings
-from pool.manifest import ManifestError
+from pool.config.load import Settings
+from pool.manifest.load import ManifestError
 from pool.pool import SandboxPool
 from pool.tools import environment
-from tests.pools import outcome, running, settings_of
-from tests.scripted import ScriptedEngine
-from tests.tools import AGENT, Toolbox, changed
+from tests.support.pools import outcome, running, settings_of
+from tests.support.scripted import ScriptedEngine
+from tests.support.tools import AGENT, Toolbox, changed
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from executor.engine import Engine, ImageInfo
+from executor.engine.protocol import Engine, ImageInfo
 from executor.result import (
     CallResult,
     EmberpoolError,
@@ -23,15 +23,24 @@ from executor.result import (
     SandboxDied,
     SessionBusy,
 )
-from executor.staging import StagingFailed
+from executor.staging.versions import StagingFailed
 from executor.tool import Tool, ToolResult
-from pool.config import Settings
+from pool.config.load import Settings
 from pool.pool import SandboxPool
-from pool.startup import Report
+from pool.supervisor.startup import Report
 from pool.tools import ToolPlan, run_on_host, with_retries
-from tests.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
-from tests.scripted import IMAGE, ScriptedEngine
-from tests.tools import AGENT, Toolbox, changed
+from tests.support.pools import (
+    LATENCY,
+    count,
+    outcome,
+    running,
+    settings_of,
+    until,
+    virtual_backend,
+    wall_clock_follows,
+)
+from tests.support.scripted import IMAGE, ScriptedEngine
+from tests.support.tools import AGENT, Toolbox, changed
 
 pytestmark = pytest.mark.anyio
 

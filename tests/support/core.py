@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TypeVar
 
-from pool import events as ev
-from pool.books import SandboxState, SessionState
-from pool.planning import wake_at
-from pool.state import Phase, PoolState
+from pool.core import events as ev
+from pool.core.handlers import Phase, PoolState
+from pool.core.plan import wake_at
+from pool.core.state import SandboxState, SessionState
 
 E = TypeVar("E")
 

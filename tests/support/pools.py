@@ -14,11 +14,11 @@ import anyio
 import pytest
 from trio.testing import MockClock
 
-from pool import workshop
-from pool.config import Settings
+from pool.config.load import Settings
+from pool.core.handlers import Phase
 from pool.pool import SandboxPool
-from pool.state import Phase
-from tests.scripted import EPOCH, ScriptedEngine
+from pool.supervisor import containers
+from tests.support.scripted import EPOCH, ScriptedEngine
 
 LATENCY = {"start": 0.3, "attach": 0.1, "inspect": 0.02, "remove": 0.2, "kill": 0.05, "list": 0.02, "info": 0.02}
 """Seconds that a real engine takes, roughly. Only for virtual time: on a real clock a scripted engine needs none."""
@@ -32,7 +32,7 @@ def virtual_backend() -> tuple[str, dict[str, Any]]:
 def wall_clock_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the wall clock by which the ledger's entries age run with virtual time."""
     clock = SimpleNamespace(time=lambda: EPOCH + anyio.current_time())
-    monkeypatch.setattr(workshop, "time", clock)
+    monkeypatch.setattr(containers, "time", clock)
 
 
 def settings_of(state_dir: Path, *, call: dict[str, Any] | None = None, **pool: Any) -> Settings:

@@ -10,10 +10,10 @@ from pathlib import Path
 import anyio
 from anyio.abc import TaskGroup
 
-from executor.profile import LABEL_POOL, ContainerProfile, Identity
-from executor.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
-from executor.watch import EventHub
-from tests.scripted import IMAGE, ScriptedEngine
+from executor.engine.events import EventHub
+from executor.sandbox.profile import LABEL_POOL, ContainerProfile, Identity
+from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
+from tests.support.scripted import IMAGE, ScriptedEngine
 
 NAME = "emberpool-test-1"
 NONCE = "0123456789abcdef"

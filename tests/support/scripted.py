@@ -1,6 +1,6 @@
 """An engine in memory: containers, execs, events and every way in which a real engine fails.
 
-It fills ``executor.engine.Engine`` and waits only by ``anyio.sleep``, so under trio's mock clock hours pass at once. Enter
+It fills ``executor.engine.protocol.Engine`` and waits only by ``anyio.sleep``, so under trio's mock clock hours pass at once. Enter
 it with ``async with ScriptedEngine() as engine``: what runs in its containers runs in the engine's own tasks, as on a
 real one, where killing a client kills nothing inside.
 """
@@ -18,13 +18,13 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectSendStream
 
-from executor.attached import PROVED, REFUSED
-from executor.call import LOADER
-from executor.cold import PYTHON_MARK, PYTHON_PROBE
-from executor.engine import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
+from executor.engine.attached import PROVED, REFUSED
+from executor.engine.protocol import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing
-from executor.seccomp import WITNESS_ERRNO
-from tests.scripted_box import (
+from executor.sandbox.cold import PYTHON_MARK, PYTHON_PROBE
+from executor.sandbox.request import LOADER
+from executor.sandbox.seccomp import WITNESS_ERRNO
+from tests.support.scripted_box import (
     Asked,
     Pipe,
     RunWords,
@@ -37,7 +37,7 @@ from tests.scripted_box import (
     read_request,
     run_steps,
 )
-from tests.scripted_runner import Misdeed, ProgramEnded, ScriptedRunner, runner_program
+from tests.support.scripted_runner import Misdeed, ProgramEnded, ScriptedRunner, runner_program
 
 EPOCH = 1_700_000_000
 IMAGE = ImageInfo(id="sha256:" + "a" * 64, env=("PATH=/usr/bin",), architecture="amd64")

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import anyio
 from anyio.lowlevel import checkpoint
 
-from executor.engine import ImageInfo
-from executor.seccomp import WITNESS_ERRNO
-from executor.verify import INSIDE_FILES
+from executor.engine.protocol import ImageInfo
+from executor.sandbox.seccomp import WITNESS_ERRNO
+from executor.sandbox.verify import INSIDE_FILES
 
 SWITCHES = frozenset({"--rm", "-i", "--read-only", "-d", "--init", "--no-healthcheck"})
 
@@ -268,7 +268,7 @@ async def read_field(stdin: Pipe) -> bytes | None:
 
 
 async def read_request(stdin: Pipe) -> Asked:
-    """Read the fields of ``executor/bootstrap.py`` as it does; where they are cut off it exits with 125."""
+    """Read the fields of ``executor/inside/plain.py`` as it does; where they are cut off it exits with 125."""
     fields = [await read_field(stdin) for _ in range(3)]
     if None in fields:
         return Asked("exit 125")

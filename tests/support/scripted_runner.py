@@ -1,4 +1,4 @@
-"""A runner in memory: what ``executor/runner.py`` is on a real engine, with every way in which one could misbehave.
+"""A runner in memory: what ``executor/inside/runner.py`` is on a real engine, with every way in which one could misbehave.
 
 A misdeed is a coroutine function that is run once at one place of a runner's life (``ScriptedEngine.misdeeds``): before
 its ``hello``, before it is ``armed``, once it rests armed (``idle``), when a ``call`` has come, and before ``done``,
@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
 
-from executor import frames
-from tests.scripted_box import Asked, Pipe, ScriptedChannel, Special, run_steps
-from tests.wire import call_header, call_request, report
+from executor.sandbox import wire
+from tests.support import ROOT
+from tests.support.scripted_box import Asked, Pipe, ScriptedChannel, Special, run_steps
+from tests.support.wire import call_header, call_request, report
 
 Misdeed = Callable[["ScriptedRunner"], Awaitable[bool]]
 PIPE = 65_536
@@ -30,7 +30,7 @@ SIGTERM, SIGKILL, SIGXCPU = 15, 9, 24
 @cache
 def runner_program() -> bytes:
     """What the host sends first where it wants a runner."""
-    return (Path(__file__).parent.parent / "executor" / "runner.py").read_bytes()
+    return (ROOT / "executor" / "runner.py").read_bytes()
 
 
 class RunnerEnded(Exception):
@@ -96,7 +96,7 @@ def cleans_for(seconds: float) -> Misdeed:
         until = anyio.current_time() + seconds
         while anyio.current_time() < until:
             await anyio.sleep(0.25)
-            runner.say(frames.CLEANING)
+            runner.say(wire.CLEANING)
         return False
 
     return misdeed
@@ -106,7 +106,7 @@ def poisoned(why: bytes) -> Misdeed:
     """Find the sandbox unfit."""
 
     async def misdeed(runner: ScriptedRunner) -> bool:
-        runner.say(frames.POISONED, why)
+        runner.say(wire.POISONED, why)
         raise RunnerEnded(0)
 
     return misdeed
@@ -136,7 +136,7 @@ class Program:
 
     def __post_init__(self) -> None:
         self.began = anyio.current_time()
-        self.stdout, self.stderr = Stream(self, frames.OUT), Stream(self, frames.ERR)
+        self.stdout, self.stderr = Stream(self, wire.OUT), Stream(self, wire.ERR)
 
     stdout: Stream = field(init=False)
     stderr: Stream = field(init=False)
@@ -233,7 +233,7 @@ class ScriptedRunner:
         self._engine = engine
 
     def say(self, kind: int, payload: bytes = b"") -> None:
-        self.channel.stdout.write(frames.encode(kind, self.seq, payload))
+        self.channel.stdout.write(wire.encode(kind, self.seq, payload))
 
     async def _place(self, name: str) -> bool:
         """Do what was planned for this place; whether that stands for what the runner would say."""
@@ -257,12 +257,12 @@ class ScriptedRunner:
 
     async def _live(self) -> None:
         if not await self._place("hello"):
-            self.say(frames.HELLO, json.dumps(self.hello).encode("ascii"))
+            self.say(wire.HELLO, json.dumps(self.hello).encode("ascii"))
         left = int(self.config["calls"])
         while True:
             self.seq += 1
             if not await self._place("armed"):
-                self.say(frames.ARMED)
+                self.say(wire.ARMED)
             await self._place("idle")
             payload = await self._next_call()
             if payload is None:
@@ -271,10 +271,10 @@ class ScriptedRunner:
                 continue
             program = await self._serve(payload)
             if not await self._place("done"):
-                self.say(frames.DONE, program.report())
+                self.say(wire.DONE, program.report())
             beside = self.config["shared"] and not await self._told_to_sweep()
             if not await self._place("clean"):
-                self.say(frames.DIRTY if program.dirty else frames.CLEAN, b"0.001")
+                self.say(wire.DIRTY if program.dirty else wire.CLEAN, b"0.001")
             left -= not beside
             if program.dirty or program.host_gone or (not beside and (program.cancelled or left == 0)):
                 return
@@ -284,8 +284,8 @@ class ScriptedRunner:
             return False
         while (frame := await self._frame()) is not None:
             kind, seq, payload = frame
-            if kind == frames.FINISH and seq == self.seq:
-                self.told.append(payload == frames.FINISH_ALL)
+            if kind == wire.FINISH and seq == self.seq:
+                self.told.append(payload == wire.FINISH_ALL)
                 if self.told[-1]:
                     self.sweep()
                 return self.told[-1]
@@ -308,9 +308,9 @@ class ScriptedRunner:
     async def _next_call(self) -> bytes | None:
         while (frame := await self._frame()) is not None:
             kind, seq, payload = frame
-            if kind == frames.CALL and seq == self.seq:
+            if kind == wire.CALL and seq == self.seq:
                 return payload
-            if kind == frames.LEAVE:
+            if kind == wire.LEAVE:
                 return None
         return None
 
@@ -343,15 +343,15 @@ class ScriptedRunner:
             kind, seq, payload = frame
             if seq != self.seq:
                 continue
-            if kind == frames.INPUT:
+            if kind == wire.INPUT:
                 program.inbox.write(payload)
                 self.most_input = max(self.most_input, len(program.inbox.buffer))
-            elif kind == frames.INPUT_END:
+            elif kind == wire.INPUT_END:
                 program.inbox.close()
-            elif kind == frames.CREDIT:
-                stream = program.stdout if payload[0] == frames.OUT else program.stderr
+            elif kind == wire.CREDIT:
+                stream = program.stdout if payload[0] == wire.OUT else program.stderr
                 stream.give(int.from_bytes(payload[1:9], "big"))
-            elif kind == frames.CANCEL:
+            elif kind == wire.CANCEL:
                 program.cancelled = True
                 program.stopping.set()
         program.host_gone = True
@@ -367,7 +367,7 @@ class ScriptedRunner:
                 program.stdin.close()
                 return
             program.stdin.write(data)
-            self.say(frames.TAKEN, len(data).to_bytes(8, "big"))
+            self.say(wire.TAKEN, len(data).to_bytes(8, "big"))
 
     async def _pursue(self, program: Program) -> None:
         """SIGTERM at the deadline, at a cancel and at the end of the host; SIGKILL after the grace."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from executor.result import EmberpoolError, InvalidCall
-from executor.staging import Fingerprints, StageLimits, Staging
+from executor.staging.versions import Fingerprints, StageLimits, Staging
 
 
 class Clock:
@@ -50,7 +50,7 @@ class Site:
 
     def fast(self, monkeypatch: pytest.MonkeyPatch) -> Site:
         """The same; it notes the pauses and does not sleep."""
-        monkeypatch.setattr("executor.staging.time.sleep", self.pauses.append)
+        monkeypatch.setattr("executor.staging.versions.time.sleep", self.pauses.append)
         return self
 
     def stage(self, source: Path | None = None, *, hold: bool = False) -> str:

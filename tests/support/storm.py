@@ -9,10 +9,10 @@ from typing import Any
 import anyio
 
 from executor.result import CallResult, EmberpoolError
-from pool import events as ev
+from pool.core import events as ev
 from pool.pool import SandboxPool
 from pool.session import Session
-from tests.core import check_invariants
+from tests.support.core import check_invariants
 
 
 class Accounts:

@@ -11,26 +11,26 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from executor import frames
-from executor.armed import RunnerConfig
-from executor.call import Call
-from executor.engine import Channel
-from executor.runners import Place, Runners
-from executor.watch import EventHub
-from tests.wire import call_header, report
+from executor.engine.events import EventHub
+from executor.engine.protocol import Channel
+from executor.sandbox import wire
+from executor.sandbox.request import Call
+from executor.sandbox.runner_client import RunnerConfig
+from executor.sandbox.runners import Place, Runners
+from tests.support.wire import call_header, report
 
 HEADER = 9
 
 
 class Exec:
-    """One exec with a runner in it, as ``executor.engine.Channel``. ``tool`` is what its calls do."""
+    """One exec with a runner in it, as ``executor.engine.protocol.Channel``. ``tool`` is what its calls do."""
 
     def __init__(self, tool: Callable[[Exec], Awaitable[None]]) -> None:
         self.tool, self.seq = tool, 0
         self.request: dict[str, Any] = {}
         self.received: list[tuple[int, bytes]] = []
-        self.credit = {frames.OUT: 0, frames.ERR: 0}
-        self.written = {frames.OUT: 0, frames.ERR: 0}
+        self.credit = {wire.OUT: 0, wire.ERR: 0}
+        self.written = {wire.OUT: 0, wire.ERR: 0}
         self.heard = anyio.Event()
         self.called = anyio.Event()
         self._inbox = bytearray()
@@ -42,7 +42,7 @@ class Exec:
 
     def arm(self) -> None:
         self.seq += 1
-        self._send_frame(frames.ARMED)
+        self._send_frame(wire.ARMED)
 
     def emit(self, kind: int, data: bytes = b"") -> None:
         """Say something, whatever the credit."""
@@ -72,9 +72,9 @@ class Exec:
 
     def done(self, **changes: Any) -> None:
         """Report the call, truthfully unless ``changes`` say otherwise, be clean and end, as after a last call."""
-        totals = {"stdout_total": self.written[frames.OUT], "stderr_total": self.written[frames.ERR]}
-        self.emit(frames.DONE, report(**{**totals, **changes}))
-        self.emit(frames.CLEAN)
+        totals = {"stdout_total": self.written[wire.OUT], "stderr_total": self.written[wire.ERR]}
+        self.emit(wire.DONE, report(**{**totals, **changes}))
+        self.emit(wire.CLEAN)
         self.end()
 
     def end(self) -> None:
@@ -82,7 +82,7 @@ class Exec:
         self._silent.close()
 
     def _send_frame(self, kind: int, data: bytes = b"") -> None:
-        self._out.send_nowait(frames.encode(kind, 0 if kind == frames.HELLO else self.seq, data))
+        self._out.send_nowait(wire.encode(kind, 0 if kind == wire.HELLO else self.seq, data))
 
     async def run(self) -> None:
         await self.called.wait()
@@ -104,7 +104,7 @@ class Exec:
             del self._inbox[: 4 + size]
             self._preamble -= 1
             if not self._preamble:
-                self._send_frame(frames.HELLO, b"{}")
+                self._send_frame(wire.HELLO, b"{}")
                 self.arm()
         while len(self._inbox) >= HEADER:
             size = int.from_bytes(self._inbox[5:9], "big")
@@ -115,11 +115,11 @@ class Exec:
 
     def _hear(self, kind: int, data: bytes) -> None:
         self.received.append((kind, data))
-        if kind == frames.CALL:
+        if kind == wire.CALL:
             self.request = call_header(data)
             self.credit = dict.fromkeys(self.credit, self.request["credit"] or 0)
             self.called.set()
-        elif kind == frames.CREDIT:
+        elif kind == wire.CREDIT:
             self.credit[data[0]] += int.from_bytes(data[1:], "big")
         self.heard.set()
 

@@ -6,11 +6,11 @@ import os
 import struct
 import subprocess
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import pyte
 
-ROOT = Path(__file__).parents[1]
+from tests.support import ROOT
+
 MARGINS = ("out| ", "out+ ", "err| ", "err+ ")
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from pool.config import Settings
-from pool.manifest import Manifest
+from pool.config.load import Settings
+from pool.manifest.load import Manifest
 from pool.tools import ToolPlan, plan_tool
 
 AGENT = "agent"

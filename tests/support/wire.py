@@ -1,4 +1,4 @@
-"""The runner's end of the wire, in Python and apart from ``executor/runner.py``: what it reads of a call and how it reports."""
+"""The runner's end of the wire, in Python and apart from ``executor/inside/runner.py``: what it reads of a call and how it reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NO_LIMIT, _NO_CODE = 2**64 - 1, 0xFFFF
 
 
 def report(**changes: Any) -> bytes:
-    """The report of a call that ended well; ``changes`` are other values of ``executor.frames.Report``'s fields."""
+    """The report of a call that ended well; ``changes`` are other values of ``executor.sandbox.wire.Report``'s fields."""
     fields: dict[str, Any] = {
         "exit_code": 0, "signal": None, "timed_out": False, "cancelled": False, "oom": False, "stdout_total": 0,
         "stderr_total": 0, "cpu_seconds": 0.0, "max_rss": 0, "duration": 0.0,

@@ -9,14 +9,14 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 
-from executor.log import get_logger, lost_lines
+from executor.common.log import get_logger, lost_lines
 from pool import logs
+from tests.support import ROOT
 
 PROGRAM = """
 import sys, tempfile
@@ -48,7 +48,7 @@ def _run(before: str = "", *, trouble: bool) -> tuple[str, str]:
     """stdout and stderr of a program that uses a pool; with ``trouble`` there is something to warn of."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(before=before, trouble=trouble)],
-        capture_output=True, text=True, timeout=60, check=True, cwd=Path(__file__).parents[1],
+        capture_output=True, text=True, timeout=60, check=True, cwd=ROOT,
     )  # fmt: skip
     return done.stdout, done.stderr
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from structlog.testing import CapturingLogger
 
 from executor import result
-from executor.printable import printable
+from executor.common.printable import printable
 from executor.result import EmberpoolError, SandboxDied
 from pool import logs
 

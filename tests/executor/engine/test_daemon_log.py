@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from executor import daemon_log
-from executor.daemon_log import keep_small, rotate
-from executor.docker import CommandLineEngine, Endpoint
+from executor.engine import daemon_log
+from executor.engine.daemon_log import keep_small, rotate
+from executor.engine.docker import CommandLineEngine, Endpoint
 
 pytestmark = pytest.mark.anyio
 

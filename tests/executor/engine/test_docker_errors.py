@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.docker import classify, parse_event
-from executor.engine import ContainerGone, NameTaken
+from executor.engine.docker import classify, parse_event
+from executor.engine.protocol import ContainerGone, NameTaken
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ImageUnfit, ProfileMismatch
+from tests.support import DATA
 
-DATA = Path(__file__).with_name("data")
 ERRORS: dict[str, dict[str, tuple[int, str]]] = json.loads((DATA / "engine_errors.json").read_text())
 
 MEANS: dict[str, type[EmberpoolError]] = {

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from executor.docker import parse_event
-from executor.engine import EngineEvent
-from executor.watch import EventHub, ExecWatch, Watch
+from executor.engine.docker import parse_event
+from executor.engine.events import EventHub, ExecWatch, Watch
+from executor.engine.protocol import EngineEvent
+from tests.support import DATA
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +46,7 @@ async def test_exec_is_known_by_what_docker_makes_of_its_command(argv: tuple[str
 async def test_recorded_events_lead_to_the_execs_that_they_tell_of() -> None:
     hub = EventHub()
     watch = hub.watch("ember-test-1")
-    rows = [parse_event(row) for row in (Path(__file__).parent / "data/docker_events.txt").read_bytes().splitlines()]
+    rows = [parse_event(row) for row in (DATA / "docker_events.txt").read_bytes().splitlines()]
     seen: dict[str, ExecWatch] = {}
     for row in rows:
         assert row is not None

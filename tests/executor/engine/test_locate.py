@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.locate import context_in_use
+from executor.engine.locate import context_in_use
 
 
 @pytest.fixture(autouse=True)

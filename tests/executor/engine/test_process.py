@@ -15,10 +15,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor import pidfd
-from executor.channel import PipeChannel, StreamChannel, attached
-from executor.engine import Channel
-from executor.process import Capped, Ends, client, client_environment, run
+from executor.engine import pidfd
+from executor.engine.channel import PipeChannel, StreamChannel, attached
+from executor.engine.process import Capped, Ends, client, client_environment, run
+from executor.engine.protocol import Channel
 from executor.result import EngineFailed, EngineUnavailable
 
 pytestmark = [
@@ -319,7 +319,7 @@ async def test_want_of_descriptors_is_told_as_an_engine_that_cannot_be_asked(mon
         made.append(pipe())
         return made[0]
 
-    monkeypatch.setattr("executor.channel.os.pipe", scarce)
+    monkeypatch.setattr("executor.engine.channel.os.pipe", scarce)
     with pytest.raises(EngineUnavailable, match="Too many open files"):
         async with attached(["true"], ENV):
             raise AssertionError("nothing was started")

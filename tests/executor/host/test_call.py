@@ -17,17 +17,20 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from executor import host, host_process, proc
-from executor.call import Call
-from executor.host import HostLimits, host_call
+from executor import inside
+from executor.common import proc
+from executor.host import call as host
+from executor.host import process
+from executor.host.call import HostLimits, host_call
 from executor.result import CallResult, EngineFailed, InvalidCall, ProfileMismatch
+from executor.sandbox.request import Call
 from executor.tool import Tool, encode_arguments, tool_code, tool_result
 
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows who came of whom")
 
 LENIENT = HostLimits(strict=False)
-INSIDE = Path(host.__file__).with_name("host_inside.py")
+INSIDE = inside.path("host_limits")
 
 
 async def run(code: str, *, limits: HostLimits | None = None, grace: float = 30.0, **more: Any) -> CallResult:
@@ -574,7 +577,7 @@ async def test_fork_bomb_ends_with_its_call() -> None:
 
 
 async def test_survivors_are_told_of_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_process, "KILL_PATIENCE", 0.0)
+    monkeypatch.setattr(process, "KILL_PATIENCE", 0.0)
     with capture_logs() as logs:
         await run("print(1)")
     assert [line["event"] for line in logs] == ["host.survivors"]

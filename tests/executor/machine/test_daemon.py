@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from executor import daemon, private
-from executor.leftovers import mounts_below
-from executor.paths import EnginePaths, engine_paths
-from executor.proc import shares_files
+from executor.common.proc import shares_files
+from executor.engine.paths import EnginePaths, engine_paths
+from executor.machine import daemon, private_engine
+from executor.machine.leftovers import mounts_below
 
 pytestmark = pytest.mark.anyio
 
@@ -75,7 +75,7 @@ async def test_reused_pid_is_not_stopped(
     paths = engine_paths()
     written(paths, record_of(sleeper), **change)
     assert daemon.find_daemon(paths) is None
-    assert await private.down() is False
+    assert await private_engine.down() is False
     assert sleeper.poll() is None
 
 

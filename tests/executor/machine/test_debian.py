@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.debian import no_service_starts
+from executor.machine.debian import no_service_starts
+from tests.support import ROOT
 
 
 def a_file(path: Path) -> None:
@@ -57,7 +58,7 @@ def test_policy_of_a_killed_run_is_undone_by_the_next(tmp_path: Path, make: Call
         "import os, pathlib, sys\nfrom executor.debian import no_service_starts\n"
         "with no_service_starts(pathlib.Path(sys.argv[1])):\n    os.kill(os.getpid(), 9)\n"
     )
-    killed = subprocess.run([sys.executable, "-c", code, policy], cwd=Path(__file__).parent.parent, check=False)
+    killed = subprocess.run([sys.executable, "-c", code, policy], cwd=ROOT, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert look(tmp_path) != before
     with no_service_starts(policy):

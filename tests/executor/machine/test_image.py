@@ -12,13 +12,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor import image
-from executor.debian import Report
-from executor.docker import CommandLineEngine, Endpoint
-from executor.image import DEFAULT_IMAGE, PUBLIC_IMAGE, ensure_image
-from executor.locate import find_engine
+from executor.engine.docker import CommandLineEngine, Endpoint
+from executor.engine.locate import find_engine
+from executor.machine import image
+from executor.machine.debian import Report
+from executor.machine.image import DEFAULT_IMAGE, PUBLIC_IMAGE, ensure_image
+from executor.machine.rootfs import CHANGES
 from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing
-from executor.rootfs import CHANGES
 
 pytestmark = pytest.mark.anyio
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor import daemon, debian, private
-from executor.locks import holders, try_lock
-from executor.paths import engine_paths
+from executor.engine.paths import engine_paths
+from executor.machine import daemon, debian, private_engine
+from executor.common.locks import holders, try_lock
 from executor.result import EngineFailed, EngineUnavailable
 
 pytestmark = pytest.mark.anyio
@@ -73,13 +73,13 @@ def test_engine_home_holds_every_file(home: Path) -> None:
 async def test_socket_path_that_no_kernel_binds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERPOOL_ENGINE_HOME", "/tmp/" + "x" * 80)
     with pytest.raises(EngineUnavailable, match=r"sockets take 104.*bytes shorter"):
-        await private.up(quiet)
+        await private_engine.up(quiet)
 
 
 async def test_relative_engine_home_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMBERPOOL_ENGINE_HOME", "engine")
     with pytest.raises(EngineUnavailable, match="must be an absolute path"):
-        await private.up(quiet)
+        await private_engine.up(quiet)
 
 
 # Who lives on the engine
@@ -87,18 +87,18 @@ async def test_relative_engine_home_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_down_refuses_while_a_pool_holds_the_engine(home: Path) -> None:
     paths = engine_paths()
-    with private.hold_engine(paths), private.hold_engine(paths):
+    with private_engine.hold_engine(paths), private_engine.hold_engine(paths):
         assert os.getpid() in holders(paths.users_file)
-        with pytest.raises(private.EngineInUse, match=f"pid {os.getpid()}"):
-            await private.down()
-    assert await private.down() is False
+        with pytest.raises(private_engine.EngineInUse, match=f"pid {os.getpid()}"):
+            await private_engine.down()
+    assert await private_engine.down() is False
 
 
 def test_pool_is_refused_while_the_engine_is_being_stopped(home: Path) -> None:
     paths = engine_paths()
     with try_lock(paths.users_file) as free:
         assert free
-        with pytest.raises(EngineUnavailable, match="being stopped"), private.hold_engine(paths):
+        with pytest.raises(EngineUnavailable, match="being stopped"), private_engine.hold_engine(paths):
             pass
 
 
@@ -119,10 +119,10 @@ async def test_up_says_the_next_step_where_it_installs_nothing(
     home: Path, monkeypatch: pytest.MonkeyPatch, platform: str, release: debian.Release, step: str
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setattr(private, "release", lambda: release)
-    monkeypatch.setattr(private, "is_root", lambda: False)
+    monkeypatch.setattr(private_engine, "release", lambda: release)
+    monkeypatch.setattr(private_engine, "is_root", lambda: False)
     with pytest.raises(EngineUnavailable, match=step):
-        await private.up(quiet)
+        await private_engine.up(quiet)
 
 
 @pytest.mark.skipif(shutil.which("docker") is None, reason="without a docker command nothing is asked")
@@ -132,22 +132,22 @@ async def test_up_starts_nothing_that_docker_host_would_hide(monkeypatch: pytest
     with pytest.raises(
         EngineUnavailable, match=r"unix:///nowhere/docker\.sock.*DOCKER_HOST names, or unset DOCKER_HOST; then"
     ):
-        await private.up(quiet)
+        await private_engine.up(quiet)
 
 
 # Real daemons
 
 
 @asynccontextmanager
-async def engine_at(monkeypatch: pytest.MonkeyPatch, home: Path) -> AsyncIterator[private.EngineUp]:
+async def engine_at(monkeypatch: pytest.MonkeyPatch, home: Path) -> AsyncIterator[private_engine.EngineUp]:
     """A private engine below ``home``, stopped at the end whatever happened to it."""
     monkeypatch.setenv("EMBERPOOL_ENGINE_HOME", str(home))
     try:
-        yield await private.up(quiet)
+        yield await private_engine.up(quiet)
     finally:
         monkeypatch.setenv("EMBERPOOL_ENGINE_HOME", str(home))
         with anyio.CancelScope(shield=True):
-            await private.down(force=True)
+            await private_engine.down(force=True)
 
 
 def pids() -> set[int]:
@@ -179,13 +179,13 @@ def able(home: Path) -> None:
 
 @pytest.mark.engine
 async def test_up_twice_is_one_daemon(home: Path, able: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    results: list[private.EngineUp] = []
+    results: list[private_engine.EngineUp] = []
 
     async def start() -> None:
-        results.append(await private.up(quiet))
+        results.append(await private_engine.up(quiet))
 
     async with engine_at(monkeypatch, home) as first, anyio.create_task_group() as tasks:
-        pid = (await private.status()).pid
+        pid = (await private_engine.status()).pid
         tasks.start_soon(start)
         tasks.start_soon(start)
     assert first.started
@@ -195,10 +195,10 @@ async def test_up_twice_is_one_daemon(home: Path, able: None, monkeypatch: pytes
 
 @pytest.mark.engine
 async def test_simultaneous_first_starts_make_one_daemon(home: Path, able: None) -> None:
-    results: list[private.EngineUp] = []
+    results: list[private_engine.EngineUp] = []
 
     async def start() -> None:
-        results.append(await private.up(quiet))
+        results.append(await private_engine.up(quiet))
 
     try:
         async with anyio.create_task_group() as tasks:
@@ -206,29 +206,29 @@ async def test_simultaneous_first_starts_make_one_daemon(home: Path, able: None)
                 tasks.start_soon(start)
         assert sorted(result.started for result in results) == [False, False, True]
     finally:
-        assert await private.down()
+        assert await private_engine.down()
 
 
 @pytest.mark.engine
 async def test_down_stops_its_own_daemon_and_no_other(home: Path, able: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="ember-", dir="/tmp") as other:
         async with engine_at(monkeypatch, Path(other)):
-            kept = (await private.status()).pid
+            kept = (await private_engine.status()).pid
             async with engine_at(monkeypatch, home):
-                stopped = (await private.status()).pid
+                stopped = (await private_engine.status()).pid
                 assert stopped != kept
-                assert await private.down()
-                assert not (await private.status()).answers
+                assert await private_engine.down()
+                assert not (await private_engine.status()).answers
                 assert stopped not in pids()
             monkeypatch.setenv("EMBERPOOL_ENGINE_HOME", other)
-            after = await private.status()
+            after = await private_engine.status()
             assert (after.answers, after.pid, after.private) == (True, kept, True)
 
 
 @pytest.mark.engine
 async def test_daemon_outlives_ctrl_c_of_its_caller(home: Path, able: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine_at(monkeypatch, home):
-        pid = (await private.status()).pid
+        pid = (await private_engine.status()).pid
         assert pid is not None
         assert os.getsid(pid) == pid
         assert os.readlink(f"/proc/{pid}/cwd") == "/"  # noqa: PTH115 - nothing to wait for
@@ -237,13 +237,13 @@ async def test_daemon_outlives_ctrl_c_of_its_caller(home: Path, able: None, monk
 @pytest.mark.engine
 async def test_up_heals_what_a_killed_daemon_left(home: Path, able: None, monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine_at(monkeypatch, home):
-        first = (await private.status()).pid
+        first = (await private_engine.status()).pid
         assert first is not None
         kill_and_reuse_its_pid(first)
-        assert not (await private.status()).answers
-        again = await private.up(quiet)
+        assert not (await private_engine.status()).answers
+        again = await private_engine.up(quiet)
         assert again.started
-        now = await private.status()
+        now = await private_engine.status()
         assert now.answers
         assert now.pid not in (None, first)
 
@@ -254,9 +254,9 @@ async def test_down_stops_a_daemon_whose_record_was_never_written(
 ) -> None:
     async with engine_at(monkeypatch, home):
         os.unlink(engine_paths().started_file)  # noqa: PTH108 - nothing to wait for
-        assert (await private.status()).pid is not None
-        assert await private.down()
-        assert not (await private.status()).answers
+        assert (await private_engine.status()).pid is not None
+        assert await private_engine.down()
+        assert not (await private_engine.status()).answers
 
 
 @pytest.mark.engine
@@ -267,5 +267,5 @@ async def test_up_gives_the_end_of_the_log_where_the_daemon_ends(
         a_file_for_a_data_root(home),
         pytest.raises(EngineFailed, match=r"(?s)ended while it was starting.*dockerd\.log"),
     ):
-        await private.up(quiet)
+        await private_engine.up(quiet)
     assert daemon.find_daemon(engine_paths()) is None

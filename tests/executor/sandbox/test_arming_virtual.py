@@ -10,14 +10,23 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.arming import AT_ONCE, SLOT_TIME, ArmingLimit
 from executor.result import CallResult
-from executor.runners import START_TIMEOUT
+from executor.sandbox.arming import AT_ONCE, SLOT_TIME, ArmingLimit
+from executor.sandbox.runners import START_TIMEOUT
 from pool.pool import SandboxPool
 from pool.session import Session
-from tests.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
-from tests.scripted import ScriptedEngine
-from tests.scripted_runner import falls_silent, takes
+from tests.support.pools import (
+    LATENCY,
+    count,
+    outcome,
+    running,
+    settings_of,
+    until,
+    virtual_backend,
+    wall_clock_follows,
+)
+from tests.support.scripted import ScriptedEngine
+from tests.support.scripted_runner import falls_silent, takes
 
 pytestmark = pytest.mark.anyio
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor import files
-from executor.files import FileInfo
 from executor.result import CallResult, EmberpoolError, FileFailed, InvalidCall
+from executor.sandbox import files
+from executor.sandbox.files import FileInfo
 
 MAX = 1_000_000
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from executor.host_files import require_host_files
-from executor.profile import ContainerProfile
 from executor.result import ProfileMismatch
+from executor.sandbox.host_files import require_host_files
+from executor.sandbox.profile import ContainerProfile
 from pool.pool import SandboxPool
-from tests.pools import outcome, settings_of, until
-from tests.scripted import ScriptedEngine
+from tests.support.pools import outcome, settings_of, until
+from tests.support.scripted import ScriptedEngine
 
 
 @pytest.mark.parametrize("options", ["", ":ro"])

@@ -9,15 +9,15 @@ from typing import Any
 import anyio
 import pytest
 
-from executor import frames
-from executor.frames import encode
-from executor.killing import KILL_PATIENCE
 from executor.result import CallResult, EngineFailed, SandboxDied
-from executor.runners import ANSWER_PATIENCE
+from executor.sandbox import wire
+from executor.sandbox.kill import KILL_PATIENCE
+from executor.sandbox.runners import ANSWER_PATIENCE
+from executor.sandbox.wire import encode
 from pool.pool import SandboxPool
-from tests.pools import LATENCY, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
-from tests.scripted import Fault, ScriptedEngine
-from tests.scripted_runner import falls_silent, says
+from tests.support.pools import LATENCY, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
+from tests.support.scripted import Fault, ScriptedEngine
+from tests.support.scripted_runner import falls_silent, says
 
 pytestmark = pytest.mark.anyio
 
@@ -141,7 +141,7 @@ async def test_call_whose_runner_broke_the_protocol_is_told_of_the_engine_where_
 ) -> None:
     async with running(engine, settings_of(state_dir)) as pool:
         session = await pool.acquire("agent", "session")
-        engine.misdeeds["call"] = [says(encode(frames.HELLO, 1, b"{}"))]
+        engine.misdeeds["call"] = [says(encode(wire.HELLO, 1, b"{}"))]
         engine.always["kill"] = BUSY
         error = await outcome(lambda: session.call(code="hang", timeout=5))
         assert isinstance(error, SandboxDied)

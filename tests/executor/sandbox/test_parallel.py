@@ -11,15 +11,15 @@ from typing import Any
 import anyio
 import pytest
 
-from executor import frames
-from executor.call import Call
 from executor.result import CallResult, SandboxDied, SessionClosed
-from executor.sandbox import Sandbox
-from tests.pools import LATENCY, outcome, running, settings_of, until, virtual_backend
-from tests.runners import Site, site
-from tests.scripted import ScriptedEngine
-from tests.scripted_runner import ScriptedRunner, cleans_for, dies, falls_silent, says, takes
-from tests.wire import report
+from executor.sandbox import wire
+from executor.sandbox.request import Call
+from executor.sandbox.sandbox import Sandbox
+from tests.support.pools import LATENCY, outcome, running, settings_of, until, virtual_backend
+from tests.support.runners import Site, site
+from tests.support.scripted import ScriptedEngine
+from tests.support.scripted_runner import ScriptedRunner, cleans_for, dies, falls_silent, says, takes
+from tests.support.wire import report
 
 pytestmark = pytest.mark.anyio
 VIRTUAL = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
@@ -80,7 +80,7 @@ def _died(answer: object, cause: str) -> None:
 
 
 def _done(runner: ScriptedRunner) -> bytes:
-    return frames.encode(frames.DONE, runner.seq, report(stdout_total=2))
+    return wire.encode(wire.DONE, runner.seq, report(stdout_total=2))
 
 
 # --- side by side -----------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ async def test_a_sandbox_for_one_call_at_a_time_is_never_told_how_to_clean_up(pl
     for _ in range(3):
         assert (await box.call(Call(code="echo x"))).stdout == b"x\n"
     (runner,) = place.engine.runners
-    assert frames.FINISH not in runner.heard
+    assert wire.FINISH not in runner.heard
     assert runner.config["shared"] is False
 
 
@@ -320,7 +320,7 @@ async def test_a_call_that_can_only_be_ended_with_the_sandbox_is_told_apart_from
         ({"clean": dies}, "echo x", "runner"),
         ({}, "dirty", "runner"),
         ({"done": says(b"garbage, and more of it")}, "echo x", "protocol"),
-        ({"done": says(lambda runner: _done(runner) + frames.encode(frames.CLEAN, runner.seq))}, "echo x", "protocol"),
+        ({"done": says(lambda runner: _done(runner) + wire.encode(wire.CLEAN, runner.seq))}, "echo x", "protocol"),
     ],
     ids=["its runner dies", "its runner dies cleaning", "it is not proven dead", "garbage", "clean unasked"],
 )

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.profile import PROXY_VARIABLES, ContainerProfile, Identity, Limits, check_mount, exec_args
-from executor.seccomp import STRICT_PROFILE
-from tests.flags import EXEC_FLAGS, RUN_FLAGS, Parsed, parse
+from executor.sandbox.profile import PROXY_VARIABLES, ContainerProfile, Identity, Limits, check_mount, exec_args
+from executor.sandbox.seccomp import STRICT_PROFILE
+from tests.support.flags import EXEC_FLAGS, RUN_FLAGS, Parsed, parse
 
 MEMO = [
     "run",

@@ -20,8 +20,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.attached import PROVED, REFUSED
-from executor.call import (
+from executor.engine.attached import PROVED, REFUSED
+from executor.result import EngineUnavailable, InvalidCall
+from executor.sandbox.profile import CALL_ENV
+from executor.sandbox.request import (
     DEFAULT_PATH,
     LOADER,
     MAX_ARGUMENT,
@@ -32,12 +34,10 @@ from executor.call import (
     check_code,
     new_token,
 )
-from executor.profile import CALL_ENV
-from executor.result import EngineUnavailable, InvalidCall
-from executor.seccomp import WITNESS_ERRNO
-from pool.calls import checked_call
-from pool.config import Settings
-from tests.wire import request
+from executor.sandbox.seccomp import WITNESS_ERRNO
+from pool.config.load import Settings
+from pool.supervisor.calls import checked_call
+from tests.support.wire import request
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="the inside of a container is POSIX")
 
@@ -375,7 +375,7 @@ def test_file_of_an_environment_that_cannot_be_written_is_told_as_such(monkeypat
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("executor.call.tempfile.NamedTemporaryFile", full)
+    monkeypatch.setattr("executor.sandbox.request.tempfile.NamedTemporaryFile", full)
     with pytest.raises(EngineUnavailable, match="No space left"), carried(Call(argv=("true",)), python=False):
         raise AssertionError("there is no file")
 

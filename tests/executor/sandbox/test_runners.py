@@ -12,11 +12,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from executor import frames
-from executor.armed import SEND_TIMEOUT, WINDOW, ArmedRunner, RunnerConfig, RunnerState
-from executor.call import Call
-from executor.engine import Channel
-from executor.frames import encode
+from executor.engine.protocol import Channel
 from executor.result import (
     CallResult,
     EmberpoolError,
@@ -27,12 +23,23 @@ from executor.result import (
     SandboxDied,
     SessionBusy,
 )
-from executor.runners import ANSWER_PATIENCE, ARM_TIMEOUT, CLEAN_PATIENCE, CLEAN_TIMEOUT, EVENT_PATIENCE, START_TIMEOUT
-from executor.sandbox import Sandbox
-from tests.pools import LATENCY, outcome, until, virtual_backend
-from tests.runners import NAME, Site, site
-from tests.scripted import Fault, ScriptedEngine
-from tests.scripted_runner import (
+from executor.sandbox import wire
+from executor.sandbox.request import Call
+from executor.sandbox.runner_client import SEND_TIMEOUT, WINDOW, ArmedRunner, RunnerConfig, RunnerState
+from executor.sandbox.runners import (
+    ANSWER_PATIENCE,
+    ARM_TIMEOUT,
+    CLEAN_PATIENCE,
+    CLEAN_TIMEOUT,
+    EVENT_PATIENCE,
+    START_TIMEOUT,
+)
+from executor.sandbox.sandbox import Sandbox
+from executor.sandbox.wire import encode
+from tests.support.pools import LATENCY, outcome, until, virtual_backend
+from tests.support.runners import NAME, Site, site
+from tests.support.scripted import Fault, ScriptedEngine
+from tests.support.scripted_runner import (
     Misdeed,
     ScriptedRunner,
     cleans_for,
@@ -43,8 +50,8 @@ from tests.scripted_runner import (
     says,
     takes,
 )
-from tests.stepwise import Cancelled, after_turns, at_pause, every_place
-from tests.wire import report
+from tests.support.stepwise import Cancelled, after_turns, at_pause, every_place
+from tests.support.wire import report
 
 pytestmark = pytest.mark.anyio
 VIRTUAL = pytest.mark.parametrize("anyio_backend", ["virtual"], indirect=True)
@@ -124,7 +131,7 @@ async def test_an_unreadable_counter_leaves_the_engines_events_to_tell_of_memory
     ended = report(exit_code=None, signal=9, oom=None)
     place.engine.misdeeds["done"] = [says(killed, instead=False), says(b"")]
     place.engine.misdeeds["call"] = [
-        says(lambda runner: killed(runner) + encode(frames.DONE, 1, ended) + encode(frames.CLEAN, 1))
+        says(lambda runner: killed(runner) + encode(wire.DONE, 1, ended) + encode(wire.CLEAN, 1))
     ]
     answer = await _call(box, "hang")
     assert isinstance(answer, CallResult)
@@ -174,23 +181,23 @@ async def test_letting_go_ends_the_runner_and_leaves_the_container_to_its_owner(
 WHILE_BUSY: dict[str, bytes | Says] = {
     "garbage": b"Traceback (most recent call last):\n",
     "an unknown type": encode(99, 1),
-    "a frame of the host's": encode(frames.CALL, 1),
-    "an oversized frame": bytes((frames.OUT,)) + (1).to_bytes(4, "big") + b"\xff" * 4,
-    "another call's sequence number": encode(frames.DONE, 2, report()),
-    "the hello's sequence number": encode(frames.OUT, 0, b"x"),
-    "clean before done": encode(frames.CLEAN, 1),
-    "dirty before done": encode(frames.DIRTY, 1),
-    "armed before done": encode(frames.ARMED, 2),
-    "a second hello": encode(frames.HELLO, 1, b"{}"),
-    "armed again": encode(frames.ARMED, 1),
-    "more output than asked for": encode(frames.OUT, 1, b"x" * 11),
-    "more input taken than sent": encode(frames.TAKEN, 1, (6).to_bytes(8, "big")),
-    "a number of a wrong size": encode(frames.TAKEN, 1, b"\0"),
-    "a report that is cut": encode(frames.DONE, 1, report()[:-1]),
-    "a report without an ending": encode(frames.DONE, 1, report(exit_code=None)),
-    "a report of output that never came": encode(frames.DONE, 1, report(stdout_total=5)),
-    "a report of less output than came": encode(frames.ERR, 1, b"err") + encode(frames.DONE, 1, report(stderr_total=2)),
-    "output after the end": encode(frames.DONE, 1, report()) + encode(frames.OUT, 1, b"x"),
+    "a frame of the host's": encode(wire.CALL, 1),
+    "an oversized frame": bytes((wire.OUT,)) + (1).to_bytes(4, "big") + b"\xff" * 4,
+    "another call's sequence number": encode(wire.DONE, 2, report()),
+    "the hello's sequence number": encode(wire.OUT, 0, b"x"),
+    "clean before done": encode(wire.CLEAN, 1),
+    "dirty before done": encode(wire.DIRTY, 1),
+    "armed before done": encode(wire.ARMED, 2),
+    "a second hello": encode(wire.HELLO, 1, b"{}"),
+    "armed again": encode(wire.ARMED, 1),
+    "more output than asked for": encode(wire.OUT, 1, b"x" * 11),
+    "more input taken than sent": encode(wire.TAKEN, 1, (6).to_bytes(8, "big")),
+    "a number of a wrong size": encode(wire.TAKEN, 1, b"\0"),
+    "a report that is cut": encode(wire.DONE, 1, report()[:-1]),
+    "a report without an ending": encode(wire.DONE, 1, report(exit_code=None)),
+    "a report of output that never came": encode(wire.DONE, 1, report(stdout_total=5)),
+    "a report of less output than came": encode(wire.ERR, 1, b"err") + encode(wire.DONE, 1, report(stderr_total=2)),
+    "output after the end": encode(wire.DONE, 1, report()) + encode(wire.OUT, 1, b"x"),
 }  # fmt: skip
 
 
@@ -205,11 +212,11 @@ async def test_a_violation_during_a_call_is_told_as_such_and_ends_the_sandbox(pl
 
 
 AFTER_THE_ANSWER: dict[str, Says] = {
-    "a replayed report": lambda runner: encode(frames.DONE, runner.seq, report()),
-    "output": lambda runner: encode(frames.OUT, runner.seq, b"x"),
+    "a replayed report": lambda runner: encode(wire.DONE, runner.seq, report()),
+    "output": lambda runner: encode(wire.OUT, runner.seq, b"x"),
     "garbage": lambda runner: b"\0" * 9,
-    "clean of another call": lambda runner: encode(frames.CLEAN, runner.seq + 1),
-    "armed without clean": lambda runner: encode(frames.ARMED, runner.seq + 1),
+    "clean of another call": lambda runner: encode(wire.CLEAN, runner.seq + 1),
+    "armed without clean": lambda runner: encode(wire.ARMED, runner.seq + 1),
 }
 
 
@@ -222,18 +229,18 @@ async def test_a_violation_after_the_answer_leaves_that_and_ends_the_sandbox(pla
     _died(await _call(box, "echo x"), "protocol", started=False)
 
 
-@pytest.mark.parametrize("kind", [frames.OUT, frames.TAKEN, frames.DONE, frames.CLEAN, frames.HELLO, frames.ARMED])
+@pytest.mark.parametrize("kind", [wire.OUT, wire.TAKEN, wire.DONE, wire.CLEAN, wire.HELLO, wire.ARMED])
 async def test_a_violation_of_an_idle_runner_ends_the_sandbox_unasked(place: Site, kind: int) -> None:
     box = await place.start()
     (runner,) = place.engine.runners
-    runner.say(kind, b"{}" if kind == frames.HELLO else b"")
+    runner.say(kind, b"{}" if kind == wire.HELLO else b"")
     await _gone(place)
     _died(await _call(box, "echo x"), "protocol", started=False)
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"\0" * 9, encode(frames.ARMED, 1), encode(frames.HELLO, 0, b"[]"), encode(frames.HELLO, 1, b"{}"), b"bash: python3"],
+    [b"\0" * 9, encode(wire.ARMED, 1), encode(wire.HELLO, 0, b"[]"), encode(wire.HELLO, 1, b"{}"), b"bash: python3"],
 )  # fmt: skip
 async def test_a_violation_in_place_of_the_hello_is_no_sandbox(place: Site, data: bytes) -> None:
     place.engine.misdeeds["hello"] = [says(data)]
@@ -257,7 +264,7 @@ async def test_what_an_engine_says_of_a_container_that_has_just_ended_is_no_viol
 
 async def test_a_frame_that_is_cut_off_by_the_runners_end_is_no_result(place: Site) -> None:
     box = await place.start()
-    place.engine.misdeeds["call"] = [says(encode(frames.DONE, 1, report())[:-1], instead=False), dies]
+    place.engine.misdeeds["call"] = [says(encode(wire.DONE, 1, report())[:-1], instead=False), dies]
     place.engine.misdeeds["done"] = [dies]
     _died(await _call(box, "sleep 0"), "runner", started=True)
     assert place.engine.boxes == {}
@@ -347,10 +354,10 @@ async def test_a_poisoned_runner_says_that_the_call_never_started(place: Site) -
 async def test_a_poisoned_runner_that_does_not_end_is_not_waited_for(place: Site, at: str) -> None:
     box = await place.start()
     if at == "idle":
-        place.engine.runners[0].say(frames.POISONED, b"unfit")
+        place.engine.runners[0].say(wire.POISONED, b"unfit")
         await _gone(place)
     else:
-        place.engine.misdeeds[at] = [says(encode(frames.POISONED, 1, b"unfit"), instead=False)]
+        place.engine.misdeeds[at] = [says(encode(wire.POISONED, 1, b"unfit"), instead=False)]
     # The runner itself goes on: waits for its call, or carries it out.
     with anyio.fail_after(10):
         _died(await _call(box, "hang"), "runner", started=False)
@@ -365,7 +372,7 @@ async def test_what_an_unfit_runner_says_is_quoted_in_printable_words_and_decide
 ) -> None:
     box = await place.start()
     with capture_logs() as logs:
-        place.engine.runners[0].say(frames.POISONED, said)
+        place.engine.runners[0].say(wire.POISONED, said)
         await _gone(place)
         answer = await _call(box, "echo x")
     _died(answer, "runner", started=False)
@@ -384,7 +391,7 @@ async def test_what_could_not_be_proven_dead_ends_the_sandbox(place: Site) -> No
 @VIRTUAL
 async def test_silence_during_a_call_is_a_timeout_and_costs_the_sandbox(place: Site) -> None:
     box = await place.start()
-    place.engine.misdeeds["call"] = [says(encode(frames.OUT, 1, b"begun"), instead=False)]
+    place.engine.misdeeds["call"] = [says(encode(wire.OUT, 1, b"begun"), instead=False)]
     place.engine.misdeeds["done"] = [falls_silent]
     began = anyio.current_time()
     answer = await _call(box, "sleep 1", timeout=10)
@@ -435,7 +442,7 @@ async def test_a_runner_that_is_alive_may_clean_up_for_as_long_as_it_says_so_and
 
 @pytest.mark.parametrize("at", ["hello", "armed", "idle", "call", "done"])
 async def test_a_sign_of_cleaning_up_at_any_other_time_is_a_violation(place: Site, at: str) -> None:
-    place.engine.misdeeds[at] = [says(lambda runner: encode(frames.CLEANING, runner.seq), instead=False)]
+    place.engine.misdeeds[at] = [says(lambda runner: encode(wire.CLEANING, runner.seq), instead=False)]
     box = await outcome(place.start)
     if at in ("hello", "armed") or not isinstance(box, Sandbox):
         # What rests armed says it at once, and may be heard before the start is over.
@@ -537,7 +544,7 @@ async def test_a_weaker_hello_of_a_later_exec_gets_no_call(place: Site, what: st
     place.engine.hello = WEAKER[what]  # type: ignore[assignment]
     assert isinstance(await _call(box, "echo x"), CallResult)
     assert isinstance(await _call(box, "echo never"), ProfileMismatch)
-    assert frames.CALL not in place.engine.runners[1].heard
+    assert wire.CALL not in place.engine.runners[1].heard
     await _gone(place)
 
 
@@ -792,4 +799,4 @@ async def test_what_is_written_while_something_else_is_waits_for_it() -> None:
         assert channel.taken == []
         channel.let.set()
     assert sent == [True]
-    assert [data[0] for data in channel.taken] == [frames.CALL, frames.CANCEL]
+    assert [data[0] for data in channel.taken] == [wire.CALL, wire.CANCEL]

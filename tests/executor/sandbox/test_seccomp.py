@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor import witness
-from executor.seccomp import (
+from executor.sandbox import witness
+from executor.sandbox.seccomp import (
     STRICT_LIST,
     STRICT_PROFILE,
     WITNESS_ERRNO,
@@ -26,8 +26,9 @@ from executor.seccomp import (
     build,
     strict_profile,
 )
+from tests.support import DATA
 
-DEFAULT = json.loads((Path(__file__).with_name("data") / "engine_seccomp.json").read_text())
+DEFAULT = json.loads((DATA / "engine_seccomp.json").read_text())
 """What docker 20.10.24 of Debian 12 gives a container without capabilities, on amd64."""
 
 REFUSED = [
@@ -190,7 +191,7 @@ def test_not_in_holds_for_every_number_but_those(values: set[int], other: int) -
 
 def test_the_runner_and_the_bootstrap_ask_the_question_that_the_profile_answers() -> None:
     asked = f"WITNESS_WHICH = 0x{WITNESS_WHICH:08X}"
-    for name in ("runner.py", "bootstrap.py"):
+    for name in ("runner.py", "plain.py"):
         assert asked in STRICT_LIST.with_name(name).read_text()
     answers = [rule for rule in strict_profile()["syscalls"] if rule["names"] == ["getpriority"]]
     assert {key: value for key, value in answers[-1].items() if key != "args"} == {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from executor import frames
-from executor.call import Call
 from executor.result import CallResult, EngineUnavailable, SandboxDied
-from executor.stream import STEP, WINDOW, CallStream, Output, Sink
-from tests.pools import virtual_backend
-from tests.streams import Exec, Room, python, room
+from executor.sandbox import wire
+from executor.sandbox.request import Call
+from executor.sandbox.stream import STEP, WINDOW, CallStream, Output, Sink
+from tests.support.pools import virtual_backend
+from tests.support.streams import Exec, Room, python, room
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +32,7 @@ async def collect(events: CallStream) -> tuple[dict[str, bytes], CallResult]:
 
 
 async def flood(tool: Exec) -> None:
-    await tool.write(frames.OUT, FLOOD)
+    await tool.write(wire.OUT, FLOOD)
     tool.done()
 
 
@@ -43,9 +43,9 @@ async def test_output_comes_while_the_call_runs_and_the_result_last() -> None:
     go_on = anyio.Event()
 
     async def talk(tool: Exec) -> None:
-        await tool.write(frames.OUT, b"one")
+        await tool.write(wire.OUT, b"one")
         await go_on.wait()
-        await tool.write(frames.ERR, b"two!")
+        await tool.write(wire.ERR, b"two!")
         tool.done()
 
     async with room(talk) as made, stream(made) as events:
@@ -69,7 +69,7 @@ async def test_every_byte_of_a_flood_arrives_in_order() -> None:
 
 async def test_output_past_the_cap_is_counted_and_told_as_truncated() -> None:
     async def talk(tool: Exec) -> None:
-        await tool.write(frames.OUT, b"x" * 10)
+        await tool.write(wire.OUT, b"x" * 10)
         tool.done(stdout_total=25)
 
     async with room(talk) as made, stream(made, python(max_output=10)) as events:
@@ -80,7 +80,7 @@ async def test_output_past_the_cap_is_counted_and_told_as_truncated() -> None:
 
 async def test_an_ordinary_call_beside_streams_keeps_its_bytes() -> None:
     async def talk(tool: Exec) -> None:
-        tool.emit(frames.OUT, b"kept")
+        tool.emit(wire.OUT, b"kept")
         tool.done()
 
     async with room(talk) as made:
@@ -138,23 +138,23 @@ async def test_a_call_has_its_place_in_the_queue_once_its_stream_is_entered() ->
 async def test_a_tool_is_held_back_at_its_credit_until_the_consumer_takes() -> None:
     async with room(flood) as made, stream(made) as events:
         await anyio.wait_all_tasks_blocked()
-        assert made.now.written[frames.OUT] == WINDOW
+        assert made.now.written[wire.OUT] == WINDOW
         await anext(events)
         await anyio.wait_all_tasks_blocked()
-        assert made.now.written[frames.OUT] == 2 * WINDOW
+        assert made.now.written[wire.OUT] == 2 * WINDOW
         seen, _ = await collect(events)
         assert len(seen["stdout"]) == len(FLOOD) - WINDOW
 
 
 async def test_one_streams_flood_does_not_hold_the_other_back() -> None:
     async def talk(tool: Exec) -> None:
-        await tool.write(frames.OUT, b"o" * WINDOW)
-        await tool.write(frames.ERR, b"e" * WINDOW)
+        await tool.write(wire.OUT, b"o" * WINDOW)
+        await tool.write(wire.ERR, b"e" * WINDOW)
         tool.done()
 
     async with room(talk) as made, stream(made) as events:
         await anyio.wait_all_tasks_blocked()
-        assert made.execs[0].written == {frames.OUT: WINDOW, frames.ERR: WINDOW}
+        assert made.execs[0].written == {wire.OUT: WINDOW, wire.ERR: WINDOW}
         seen, result = await collect(events)
     assert (len(seen["stdout"]), len(seen["stderr"]), result.truncated) == (WINDOW, WINDOW, False)
 
@@ -162,7 +162,7 @@ async def test_one_streams_flood_does_not_hold_the_other_back() -> None:
 async def test_a_runner_that_overdraws_its_credit_breaks_the_protocol() -> None:
     async def overdraw(tool: Exec) -> None:
         for _ in range(WINDOW // 65_536 + 1):
-            tool.emit(frames.OUT, b"x" * 65_536)
+            tool.emit(wire.OUT, b"x" * 65_536)
         await tool.hear()
 
     async with room(overdraw) as made, stream(made) as events:
@@ -200,9 +200,9 @@ def test_what_waits_costs_no_more_than_its_bytes_however_it_was_written() -> Non
 
 async def stopped_by_cancel(tool: Exec) -> None:
     """A tool that ends when it is asked to, once its runner may pass on what it had written."""
-    await tool.write(frames.OUT, b"x" * WINDOW)
-    await tool.until(frames.CANCEL)
-    await tool.write(frames.OUT, b"x" * 100_000)
+    await tool.write(wire.OUT, b"x" * WINDOW)
+    await tool.until(wire.CANCEL)
+    await tool.write(wire.OUT, b"x" * 100_000)
     tool.done(exit_code=None, signal=15, cancelled=True)
 
 
@@ -211,8 +211,8 @@ async def test_leaving_early_cancels_the_call_and_waits_until_all_of_it_is_gone(
         async with stream(made) as events:
             await anext(events)
             left = made.now
-        assert left.written[frames.OUT] == WINDOW + 100_000, "what the tool still wrote was not held back"
-        assert frames.CANCEL in [kind for kind, _ in left.received]
+        assert left.written[wire.OUT] == WINDOW + 100_000, "what the tool still wrote was not held back"
+        assert wire.CANCEL in [kind for kind, _ in left.received]
         assert made.killed == []
         await made.ready()
         assert made.now is not left
@@ -222,7 +222,7 @@ async def test_leaving_without_reading_at_all_ends_the_call_too() -> None:
     async with room(stopped_by_cancel) as made:
         async with stream(made):
             await made.now.called.wait()
-        assert frames.CANCEL in [kind for kind, _ in made.execs[0].received]
+        assert wire.CANCEL in [kind for kind, _ in made.execs[0].received]
         assert made.killed == []
 
 
@@ -230,7 +230,7 @@ async def test_leaving_after_the_result_cancels_nothing() -> None:
     async with room(flood) as made:
         async with stream(made) as events:
             await collect(events)
-        assert frames.CANCEL not in [kind for kind, _ in made.execs[0].received]
+        assert wire.CANCEL not in [kind for kind, _ in made.execs[0].received]
 
 
 async def test_a_cancelled_consumer_ends_the_call() -> None:
@@ -240,7 +240,7 @@ async def test_a_cancelled_consumer_ends_the_call() -> None:
                 async for _ in events:
                     scope.cancel()
         assert scope.cancelled_caught
-        assert frames.CANCEL in [kind for kind, _ in made.execs[0].received]
+        assert wire.CANCEL in [kind for kind, _ in made.execs[0].received]
         assert made.killed == []
 
 
@@ -262,7 +262,7 @@ async def test_a_runner_that_does_not_end_a_call_that_was_left_loses_its_sandbox
 async def test_a_consumer_that_never_reads_costs_its_own_call_its_deadline() -> None:
     async def held(tool: Exec) -> None:
         with anyio.move_on_after(tool.request["timeout"]) as late:
-            await tool.write(frames.OUT, FLOOD)
+            await tool.write(wire.OUT, FLOOD)
         tool.done(timed_out=late.cancelled_caught, exit_code=None, signal=15)
 
     async with room(held) as made, stream(made, python(max_output=4_000_000, timeout=5.0)) as events:
@@ -278,7 +278,7 @@ async def test_a_consumer_that_never_reads_costs_its_own_call_its_deadline() -> 
 @pytest.mark.parametrize("anyio_backend", [virtual_backend()], ids=["virtual"])
 async def test_a_silent_runner_ends_as_a_timeout_although_nobody_reads() -> None:
     async def silent(tool: Exec) -> None:
-        await tool.write(frames.OUT, b"something")
+        await tool.write(wire.OUT, b"something")
         await anyio.sleep_forever()
 
     async with room(silent) as made, stream(made, python(timeout=5.0)) as events:

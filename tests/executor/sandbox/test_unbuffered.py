@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from executor.call import Call
 from executor.result import InvalidCall
-from pool.calls import checked_call
-from pool.config import Settings
+from executor.sandbox.request import Call
+from pool.config.load import Settings
+from pool.supervisor.calls import checked_call
 
 
 def asked(unbuffered: Any = None, *, configured: bool = False) -> bool:

@@ -6,20 +6,19 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.engine import ImageInfo
-from executor.profile import ContainerProfile, Limits
+from executor.engine.protocol import ImageInfo
 from executor.result import ProfileMismatch
-from executor.seccomp import STRICT_PROFILE, WITNESS_ERRNO, strict_profile
-from executor.verify import INSIDE_FILES, Finding, check_inside, check_inspect, mount_facts, probe_argv, require
+from executor.sandbox.profile import ContainerProfile, Limits
+from executor.sandbox.seccomp import STRICT_PROFILE, WITNESS_ERRNO, strict_profile
+from executor.sandbox.verify import INSIDE_FILES, Finding, check_inside, check_inspect, mount_facts, probe_argv, require
+from tests.support import DATA
 
-DATA = Path(__file__).with_name("data")
 META = json.loads((DATA / "docker_meta.json").read_text())
 RECORD = json.loads((DATA / "docker_inspect.json").read_text())
 RECORD["HostConfig"]["SecurityOpt"].append(f"seccomp={json.dumps(strict_profile(), separators=(',', ':'))}")

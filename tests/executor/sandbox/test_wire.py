@@ -9,18 +9,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from executor import frames
-from executor.frames import Decoder, Frame, ProtocolError, Report, call_header, encode, parse_object, parse_report
-from executor.profile import ContainerProfile
-from executor.seccomp import WITNESS_ERRNO
-from executor.verify import INSIDE_FILES, check_files
-from tests.wire import call_header as wire_header
-from tests.wire import report
+from executor.sandbox import wire
+from executor.sandbox.profile import ContainerProfile
+from executor.sandbox.seccomp import WITNESS_ERRNO
+from executor.sandbox.verify import INSIDE_FILES, check_files
+from executor.sandbox.wire import Decoder, Frame, ProtocolError, Report, call_header, encode, parse_object, parse_report
+from tests.support.wire import call_header as wire_header
+from tests.support.wire import report
 
 KINDS = {
-    frames.HELLO: 2_000_000, frames.ARMED: 0, frames.OUT: 65_536, frames.ERR: 65_536, frames.TAKEN: 8,
-    frames.DONE: len(report()), frames.CLEAN: 64, frames.DIRTY: 64, frames.POISONED: 256,
-    frames.CLEANING: 0,
+    wire.HELLO: 2_000_000, wire.ARMED: 0, wire.OUT: 65_536, wire.ERR: 65_536, wire.TAKEN: 8,
+    wire.DONE: len(report()), wire.CLEAN: 64, wire.DIRTY: 64, wire.POISONED: 256,
+    wire.CLEANING: 0,
 }  # fmt: skip
 SEQUENCE = st.integers(0, 2**32 - 1)
 FRAMES = st.lists(
@@ -118,9 +118,9 @@ def test_a_type_that_no_runner_has_is_refused(kind: int) -> None:
 def test_what_came_whole_before_a_violation_is_still_told() -> None:
     got = list[Frame]()
     with pytest.raises(ProtocolError):  # noqa: PT012 - the loop is what raises
-        for frame in Decoder().feed(encode(frames.OUT, 1, b"ok") + b"\xff" * 9):
+        for frame in Decoder().feed(encode(wire.OUT, 1, b"ok") + b"\xff" * 9):
             got.append(frame)
-    assert got == [Frame(frames.OUT, 1, b"ok")]
+    assert got == [Frame(wire.OUT, 1, b"ok")]
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from executor import staging_source
 from executor.result import InvalidCall
-from executor.staging import StagingFailed, resolve_tool_dir
-from tests.stagings import Site, fails, once, reads, tree
+from executor.staging import source as staging_source
+from executor.staging.versions import StagingFailed, resolve_tool_dir
+from tests.support.stagings import Site, fails, once, reads, tree
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ def test_a_tool_that_is_not_there_for_a_moment_is_waited_for_and_no_longer(
             (site.root / "draft").rename(site.tool)
 
     with monkeypatch.context() as patch:
-        patch.setattr("executor.staging.time.sleep", come)
+        patch.setattr("executor.staging.versions.time.sleep", come)
         assert tree(site.place / site.stage()) == tree(site.tool)
     site.tool.rename(site.root / "gone")
     site.pauses.clear()

@@ -15,14 +15,15 @@ import anyio.to_thread
 import pytest
 from structlog.testing import capture_logs
 
-from executor import staging_seen, staging_threads
-from executor.staging import StagingFailed
-from executor.staging_threads import StagingThreads
+from executor.staging import fingerprints
+from executor.staging import threads as staging_threads
+from executor.staging.threads import StagingThreads
+from executor.staging.versions import StagingFailed
 from executor.tool import Tool
-from pool.config import Settings
-from tests.pools import outcome, running, settings_of, until
-from tests.scripted import ScriptedEngine
-from tests.tools import Toolbox, changed
+from pool.config.load import Settings
+from tests.support.pools import outcome, running, settings_of, until
+from tests.support.scripted import ScriptedEngine
+from tests.support.tools import Toolbox, changed
 
 pytestmark = pytest.mark.anyio
 
@@ -189,14 +190,14 @@ def toolbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hanging: Hanging) -
     toolbox = Toolbox(tmp_path / "tools")
     for name in ("well", "hangs"):
         toolbox.write(f"{name}/{name}.py")
-    look = staging_seen.look
+    look = fingerprints.look
 
     def slow(real: str, most: int) -> Any:
         if real.endswith("/hangs"):
             hanging()
         return look(real, most)
 
-    monkeypatch.setattr("executor.staging.look", slow)
+    monkeypatch.setattr("executor.staging.versions.look", slow)
     return toolbox
 
 
@@ -303,7 +304,7 @@ async def test_copies_are_removed_apart_from_the_event_loop(
             where[str(path)] = copies and threading.current_thread() is threading.main_thread()
         rmtree(path, **more)
 
-    monkeypatch.setattr("pool.ledger.shutil.rmtree", watched)
+    monkeypatch.setattr("pool.ledger.ledger.shutil.rmtree", watched)
     settings: Settings = settings_of(state_dir)
     async with running(engine, settings) as pool:
         assert (await pool.run_tool(toolbox.plan(settings, "well"), {}, session="s")).ok

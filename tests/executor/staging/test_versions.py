@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor import staging_seen
 from executor.result import EmberpoolError, InvalidCall
-from executor.staging import Staging, StagingFailed
-from tests.stagings import Site, fails, once, reads, tree
+from executor.staging import fingerprints
+from executor.staging.versions import Staging, StagingFailed
+from tests.support.stagings import Site, fails, once, reads, tree
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_two_edits_within_one_tick_of_the_file_systems_clock_are_both_seen(
 
 
 def test_fingerprints_forget_the_oldest_sources(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging_seen, "_KEPT", 1)
+    monkeypatch.setattr(fingerprints, "_KEPT", 1)
     site.write("tool.py", "1")
     site.settle()
     (site.allowed / "other").mkdir()

@@ -14,13 +14,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from executor.result import ImageMissing
-from pool import cli_doctor, cli_tool
-from pool.checks import Check
-from pool.cli_errors import told
-from pool.cli_output import hung, say, with_margin
-from pool.config import ConfigError, Problem
-from pool.launch import Launch
-from tests.terminals import begins_with_margin, on_terminal, rows
+from pool.cli import doctor
+from pool.cli import tool as cli_tool
+from pool.cli.errors import told
+from pool.cli.output import hung, say, with_margin
+from pool.config.load import ConfigError, Problem
+from pool.doctor.checks import Check
+from pool.doctor.launch_check import Launch
+from tests.support.terminals import begins_with_margin, on_terminal, rows
 
 FAKE = "emberpool: timed out after 1.0 s"
 posix = pytest.mark.skipif(os.name != "posix", reason="there is no pty")
@@ -189,7 +190,7 @@ ODD = "engine\x1b]0;owned\x07\r\nok    profile  all is well\u202e"
 
 
 def _doctor() -> None:
-    cli_doctor._print([Check("engine facts", "warn", f"the engine says: {ODD}", ODD)])
+    doctor._print([Check("engine facts", "warn", f"the engine says: {ODD}", ODD)])
 
 
 def _launches() -> None:

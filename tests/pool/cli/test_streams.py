@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support import ROOT
+
 MANIFEST = f"{ROOT}/docs/examples/manifest.toml --config {ROOT}/docs/examples/emberpool.toml"
 COMMANDS = {
     "config check": f"config check {ROOT}/docs/emberpool.example.toml",

@@ -17,15 +17,15 @@ import typer
 from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
-from executor.locate import find_engine
-from executor.profile import LABEL_POOL
+from executor.engine.locate import find_engine
 from executor.result import EngineUnavailable
-from pool import cli_tool
-from pool.checks import Check
-from pool.cli_tool import launch_check, tool_app
-from pool.config import Settings
+from executor.sandbox.profile import LABEL_POOL
+from pool.cli import tool
+from pool.cli.tool import launch_check, tool_app
+from pool.config.load import Settings
+from pool.doctor.checks import Check
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[1]
 posix = pytest.mark.skipif(os.name != "posix", reason="Windows has no resource limits, and other signals")
 
 MANIFEST = """
@@ -172,7 +172,7 @@ def test_a_refusal_as_json_says_whether_to_try_again(desk: Desk, monkeypatch: py
     async def nothing(*_: object) -> None:
         raise EngineUnavailable("no container engine answers; run: emberpool engine up", retry_after=1.0)
 
-    monkeypatch.setattr(cli_tool, "make_ready", nothing)
+    monkeypatch.setattr(tool, "make_ready", nothing)
     done = desk.invoke("tool", "run", desk.manifest, "hang", "--json")
     assert done.exit_code == 1
     assert json.loads(done.stdout) == {
@@ -253,7 +253,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     async def examine(settings: Settings) -> list[Check]:
         return checks
 
-    monkeypatch.setattr(cli_tool, "examine", examine)
+    monkeypatch.setattr(tool, "examine", examine)
     return checks
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pool.config import AgentSettings, ConfigError, Settings
-from tests.test_config import problems
+from pool.config.load import AgentSettings, ConfigError, Settings
+from tests.pool.config.test_models import problems
 
 
 def test_agent_without_a_table_has_what_the_pool_says() -> None:

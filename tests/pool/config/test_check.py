@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pool.cli_config import config_app
-from pool.config import Settings, check_host, load
-from pool.config_host import host_memory
-from pool.config_models import SECTIONS, known_keys
-from pool.config_tools import COMMANDS, PrivilegedSettings
+from pool.cli.config import config_app
+from pool.config.host import host_memory
+from pool.config.load import Settings, check_host, load
+from pool.config.models import SECTIONS, known_keys
+from pool.config.tools import COMMANDS, PrivilegedSettings
+from tests.support import ROOT
 
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+DOCS = ROOT / "docs" / "configuration.md"
 EXAMPLE = DOCS.parent / "emberpool.example.toml"
 GIB = 1024**3
 
@@ -99,7 +100,7 @@ def test_host_memory_is_bytes() -> None:
 # --- the command
 @pytest.fixture
 def _plenty_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pool.cli_config.host_memory", lambda: 64 * GIB)
+    monkeypatch.setattr("pool.cli.config.host_memory", lambda: 64 * GIB)
 
 
 @pytest.mark.usefixtures("_plenty_of_memory")
@@ -187,7 +188,7 @@ def test_check_prints_problems_one_a_line_on_stderr_and_ends_with_1(write: Write
 
 
 def test_check_asks_the_host_too(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pool.cli_config.host_memory", lambda: GIB)
+    monkeypatch.setattr("pool.cli.config.host_memory", lambda: GIB)
     path = write("")
     result = CliRunner().invoke(config_app, ["check", str(path)])
     assert result.exit_code == 1

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from executor.result import InvalidCall
-from pool import descriptors
-from pool.config import ConfigError, Settings, check_host
+from pool.config import descriptors
+from pool.config.load import ConfigError, Settings, check_host
 from pool.pool import SandboxPool
-from tests.pools import running, settings_of
-from tests.scripted import ScriptedEngine
+from tests.support.pools import running, settings_of
+from tests.support.scripted import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from pool.config import ConfigError, Settings, load, load_settings
-from pool.config_types import UidRange
+from pool.config.load import ConfigError, Settings, load, load_settings
+from pool.config.types import UidRange
+from tests.support import ROOT
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "docs" / "emberpool.example.toml"
+EXAMPLE = ROOT / "docs" / "emberpool.example.toml"
 
 Write = Callable[[str], Path]
 

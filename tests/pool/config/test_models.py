@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pool.config import ConfigError, Settings
-from pool.config_models import default_state_dir
+from pool.config.load import ConfigError, Settings
+from pool.config.models import default_state_dir
 
 
 def problems(section: str = "", /, **keys: object) -> list[str]:

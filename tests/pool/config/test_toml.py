@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pool.config import ConfigError, Settings, load_settings
-from pool.config_toml import MAX_DEPTH, TooDeep, parse_toml
-from pool.manifest import Manifest, ManifestError, load_manifest
+from pool.config.load import ConfigError, Settings, load_settings
+from pool.config.toml import MAX_DEPTH, TooDeep, parse_toml
+from pool.manifest.load import Manifest, ManifestError, load_manifest
 
 DEEP = [1_200, 20_000]
 

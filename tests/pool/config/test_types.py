@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pool.config_types import (
+from pool.config.types import (
     MAX_DURATION,
     MAX_SIZE,
     UidRange,

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from pool import events as ev
-from pool.events import Policy, RefusalKind
-from pool.state import Phase
-from tests.core import NO_IMAGE, UNREACHABLE, Core
+from pool.core import events as ev
+from pool.core.events import Policy, RefusalKind
+from pool.core.handlers import Phase
+from tests.support.core import NO_IMAGE, UNREACHABLE, Core
 
 A, B = ("agent", "a"), ("agent", "b")
 BARE = Policy(min_standby=0, max_sandboxes=2)

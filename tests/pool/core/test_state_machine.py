@@ -15,11 +15,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RULE_MARKER, RuleBasedStateMachine, initialize, precondition, rule
 
-from pool import events as ev
-from pool.books import STOPS_TO_DOUBT
-from pool.planning import wake_at
-from pool.state import Phase, PoolState
-from tests.core import (
+from pool.core import events as ev
+from pool.core.handlers import Phase, PoolState
+from pool.core.plan import wake_at
+from pool.core.state import STOPS_TO_DOUBT
+from tests.support.core import (
     NO_IMAGE,
     RETRYABLE,
     RETRYABLE_AFTER,

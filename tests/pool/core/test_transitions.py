@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import pool
-from pool import events as ev
-from pool.books import Books, SandboxState
-from pool.events import Policy
-from pool.transitions import TABLE, Phase, Trigger, follow
+from pool.core import events as ev
+from pool.core.events import Policy
+from pool.core.state import Books, SandboxState
+from pool.core.transitions import TABLE, Phase, Trigger, follow
 from scripts.diagram import DOCUMENT, redrawn
-from tests.core import UNREACHABLE, UNUSABLE, Core
+from tests.support.core import UNREACHABLE, UNUSABLE, Core
 
 Row = tuple[Phase | None, Trigger]
 A = ("agent", "a")

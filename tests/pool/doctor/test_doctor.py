@@ -16,21 +16,22 @@ import structlog.testing
 import typer
 from typer.testing import CliRunner, Result
 
-from executor.engine import ContainerGone, Engine, EngineEvent, EngineInfo, ImageInfo
-from executor.image import DEFAULT_IMAGE
-from executor.locate import find_engine
-from executor.profile import LABEL_POOL
+from executor.engine.events import EventHub
+from executor.engine.locate import find_engine
+from executor.engine.protocol import ContainerGone, Engine, EngineEvent, EngineInfo, ImageInfo
+from executor.machine.image import DEFAULT_IMAGE
 from executor.result import EngineFailed, EngineUnavailable, ImageMissing
-from executor.sandbox import Sandbox, SandboxSpec, start_sandbox
-from executor.watch import EventHub
-from pool import cli_doctor, doctor, probe
-from pool.checks import crash_check, disk_check, memory_check
-from pool.config import Settings
-from pool.config_types import UidRange
-from pool.doctor import Check, examine
-from pool.ledger import StateDirectory
-from pool.surroundings import crash_handler, users_of
-from pool.workshop import Connection, connection
+from executor.sandbox.profile import LABEL_POOL
+from executor.sandbox.sandbox import Sandbox, SandboxSpec, start_sandbox
+from pool.cli import doctor as cli_doctor
+from pool.config.load import Settings
+from pool.config.types import UidRange
+from pool.doctor import doctor, probe
+from pool.doctor.checks import crash_check, disk_check, memory_check
+from pool.doctor.doctor import Check, examine
+from pool.doctor.host_facts import crash_handler, users_of
+from pool.ledger.ledger import StateDirectory
+from pool.supervisor.containers import Connection, connection
 
 _INFO = EngineInfo(
     kind="docker", version="28.0", endpoint="a test", memory=64 << 30, cpus=2, cgroup_version="2",

@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
-from executor.engine import Engine, EngineInfo
+from executor.engine.protocol import Engine, EngineInfo
 from executor.result import EngineUnavailable
-from pool import launch
-from pool.checks import Check, tools_check
-from pool.config import Settings
-from pool.doctor import examine
-from pool.launch import Launch, check_launch, failed
-from pool.manifest import Manifest, load_manifest
-from tests.scripted import ScriptedEngine
-from tests.tools import AGENT, Toolbox, changed
+from pool.config.load import Settings
+from pool.doctor import launch_check
+from pool.doctor.checks import Check, tools_check
+from pool.doctor.doctor import examine
+from pool.doctor.launch_check import Launch, check_launch, failed
+from pool.manifest.load import Manifest, load_manifest
+from tests.support import ROOT
+from tests.support.scripted import ScriptedEngine
+from tests.support.tools import AGENT, Toolbox, changed
 
 pytestmark = pytest.mark.anyio
 
@@ -194,7 +195,7 @@ async def test_a_tool_that_asks_for_more_than_the_configuration_allows_is_refuse
 async def test_limits_that_this_system_does_not_have_refuse_a_tool_of_the_host(
     settings: Settings, toolbox: Toolbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "CAN_LIMIT", False)
+    monkeypatch.setattr(launch_check, "CAN_LIMIT", False)
     manifest = toolbox.manifest(agent=HOST, tools={"t": {"inline": "1"}})
     told = (await checked(manifest, settings))["t"]
     assert (told.runs, told.change) == ("refused", "set sandbox.limits_strict = false, or use containers")
@@ -221,7 +222,7 @@ async def test_tools_of_one_directory_are_copied_once(
 
 
 async def test_every_tool_of_the_examples_would_run() -> None:
-    examples = Path(__file__).parents[1] / "docs" / "examples"
+    examples = ROOT / "docs" / "examples"
     settings = Settings(agents={"analyst": {"env": ["REPORT_CURRENCY"]}, "legacy": {"python_tools": "limits"}})
     told = await checked(load_manifest(examples / "manifest.toml"), settings)
     assert {one.runs for one in told.values() if one.agent == "analyst"} == {"container"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pool.escapes import ESCAPES, GUARDS, Judgement, Package, guards, judge, read_changelog, runc_version
+from pool.doctor.runc_cves import ESCAPES, GUARDS, Judgement, Package, guards, judge, read_changelog, runc_version
 
 _DEFAULT = guards(nested_mounts=False, kind="docker", rootless=False)
 

@@ -15,12 +15,13 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from executor.engine import EngineInfo
-from executor.profile import LABEL_POOL
+from executor.engine.protocol import EngineInfo
 from executor.result import EngineFailed, EngineUnavailable
-from pool import cleanup, cli_cleanup
-from pool.ledger import Entry, EntryState, StateDirectory
-from tests.scripted import Fault, ScriptedEngine
+from executor.sandbox.profile import LABEL_POOL
+from pool.cli import cleanup as cli_cleanup
+from pool.ledger import cleanup
+from pool.ledger.ledger import Entry, EntryState, StateDirectory
+from tests.support.scripted import Fault, ScriptedEngine
 
 ONE_SHOT = "one-shot-0123456789ab"
 

@@ -13,13 +13,13 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.profile import LABEL_POOL
 from executor.result import PoolUnusable
-from pool import private_files
-from pool.ledger import Entry, EntryState, StateDirectory
+from executor.sandbox.profile import LABEL_POOL
+from pool.ledger import private_files
+from pool.ledger.ledger import Entry, EntryState, StateDirectory
 from pool.pool import SandboxPool
-from tests.pools import count, outcome, running, settings_of, until
-from tests.scripted import Fault, ScriptedEngine
+from tests.support.pools import count, outcome, running, settings_of, until
+from tests.support.scripted import Fault, ScriptedEngine
 
 
 def _made(path: Path) -> StateDirectory:

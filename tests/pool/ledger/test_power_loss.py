@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from executor.proc import boot_id
-from executor.profile import LABEL_POOL
+from executor.common.proc import boot_id
 from executor.result import PoolUnusable
-from pool import identity, ledger, private_files
-from pool.config import Settings
-from pool.ledger import Entry, StateDirectory
+from executor.sandbox.profile import LABEL_POOL
+from pool.config.load import Settings
+from pool.ledger import identity, ledger, private_files
+from pool.ledger.ledger import Entry, StateDirectory
 from pool.pool import SandboxPool
-from tests.pools import count, running, settings_of, until
-from tests.scripted import Box, ScriptedEngine
-from tests.test_adoption import change_entry, full, killed, left_by
+from tests.pool.supervisor.test_adoption import change_entry, full, killed, left_by
+from tests.support.pools import count, running, settings_of, until
+from tests.support.scripted import Box, ScriptedEngine
 
 ID = "0123456789ab"
 NAMES = {"standby": f"emberpool-{ID}-0badcafe-1", "bound": f"emberpool-{ID}-0badcafe-2"}

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from executor.result import PoolUnusable
-from pool.ledger import Entry, StateDirectory
-from pool.private_files import StateLocked
+from pool.ledger.ledger import Entry, StateDirectory
+from pool.ledger.private_files import StateLocked
+from tests.support import ROOT
 
 
 def _files(path: Path) -> dict[str, tuple[int, bytes]]:
@@ -106,7 +107,7 @@ def test_another_processs_lock_holds_until_it_ends(state_dir: Path) -> None:
         [sys.executable, "-c", program, str(state_dir)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=Path(__file__).parent.parent,
+        cwd=ROOT,
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"

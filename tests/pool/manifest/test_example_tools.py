@@ -16,7 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+from tests.support import ROOT
+
+EXAMPLES = ROOT / "docs" / "examples"
 FILES = sorted(EXAMPLES.rglob("*.py"))
 
 Tool = Callable[..., Any]

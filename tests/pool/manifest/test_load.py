@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pool.config import ConfigError, Settings, load_settings
-from pool.config_types import Section
-from pool.manifest import Manifest, ManifestError, ToolEntry, load_manifest, problems, resolve
-from pool.manifest_models import KNOWN, AgentTable, PluginTable, ToolTable
+from pool.config.load import ConfigError, Settings, load_settings
+from pool.config.types import Section
+from pool.manifest.load import Manifest, ManifestError, ToolEntry, load_manifest, problems, resolve
+from pool.manifest.models import KNOWN, AgentTable, PluginTable, ToolTable
+from tests.support import ROOT
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = ROOT / "docs"
 EXAMPLES = DOCS / "examples"
 BASE = Path("/srv/agents")
 

@@ -12,19 +12,19 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.engine import EngineInfo, ImageInfo
-from executor.profile import LABEL_CONFIG, LABEL_KIND, LABEL_POOL
+from executor.engine.protocol import EngineInfo, ImageInfo
 from executor.result import EngineFailed, PoolUnusable, StateLost
-from pool.adoption import Standard, unfit
-from pool.cleanup import Found, Leftover
-from pool.config import Settings
-from pool.config_types import UidRange
-from pool.connection import connection
-from pool.ledger import Entry
+from executor.sandbox.profile import LABEL_CONFIG, LABEL_KIND, LABEL_POOL
+from pool.config.load import Settings
+from pool.config.types import UidRange
+from pool.ledger.cleanup import Found, Leftover
+from pool.ledger.ledger import Entry
 from pool.pool import SandboxPool
-from pool.users import UserPolicy
-from tests.pools import count, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
-from tests.scripted import IMAGE, Box, Fault, ScriptedEngine
+from pool.supervisor.adoption import Standard, unfit
+from pool.supervisor.connection import connection
+from pool.supervisor.users import UserPolicy
+from tests.support.pools import count, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
+from tests.support.scripted import IMAGE, Box, Fault, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -172,7 +172,9 @@ async def test_a_death_of_what_was_taken_over_that_no_event_told_is_noticed(
 async def test_a_user_of_what_was_taken_over_is_nobody_elses(
     engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pool.workshop.secrets.randbelow", lambda count: 0)  # every instance begins at the same uid
+    monkeypatch.setattr(
+        "pool.supervisor.containers.secrets.randbelow", lambda count: 0
+    )  # every instance begins at the same uid
     settings = settings_of(state_dir, min_standby=1)
     (box,) = await left_by(engine, settings)
     async with running(engine, settings) as pool:
@@ -471,7 +473,7 @@ def test_the_config_hash_tells_one_content_of_a_seccomp_profile_from_another(
     file.write_text('{"defaultAction": "SCMP_ACT_ERRNO"}')
     assert digest(settings) != first
     ours = digest(Settings())
-    monkeypatch.setattr("executor.profile.STRICT_PROFILE", file)  # that of another release
+    monkeypatch.setattr("executor.sandbox.profile.STRICT_PROFILE", file)  # that of another release
     assert digest(Settings()) != ours
 
 

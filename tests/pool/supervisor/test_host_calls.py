@@ -14,12 +14,12 @@ import anyio.lowlevel
 import pytest
 
 from executor.result import EmberpoolError, PoolClosed, PoolExhausted
-from pool.config import Settings
-from pool.host_calls import HostCalls
+from pool.config.load import Settings
 from pool.pool import SandboxPool
-from tests.pools import outcome, settings_of, until, virtual_backend
-from tests.scripted import ScriptedEngine
-from tests.tools import Toolbox, changed
+from pool.supervisor.host_calls import HostCalls
+from tests.support.pools import outcome, settings_of, until, virtual_backend
+from tests.support.scripted import ScriptedEngine
+from tests.support.tools import Toolbox, changed
 
 pytestmark = pytest.mark.anyio
 

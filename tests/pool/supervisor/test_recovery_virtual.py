@@ -12,16 +12,16 @@ import pytest
 import trio.lowlevel
 from trio.testing import MockClock
 
-from executor.profile import LABEL_POOL
 from executor.result import CallResult, EngineFailed, EngineUnavailable, PoolExhausted
-from pool import events as ev
-from pool.config import Settings
-from pool.config_types import UidRange
-from pool.ledger import Entry, EntryState, StateDirectory
+from executor.sandbox.profile import LABEL_POOL
+from pool.config.load import Settings
+from pool.config.types import UidRange
+from pool.core import events as ev
+from pool.ledger.ledger import Entry, EntryState, StateDirectory
 from pool.pool import SandboxPool
 from pool.session import Session
-from pool.sweeper import LOOK_PATIENCE
-from tests.pools import (
+from pool.supervisor.sweep import LOOK_PATIENCE
+from tests.support.pools import (
     LATENCY,
     assert_balanced,
     count,
@@ -32,7 +32,7 @@ from tests.pools import (
     virtual_backend,
     wall_clock_follows,
 )
-from tests.scripted import Fault, ScriptedEngine
+from tests.support.scripted import Fault, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from executor.engine import EngineInfo
+from executor.engine.protocol import EngineInfo
 from executor.result import EngineFailed, EngineUnavailable, ProfileMismatch
-from pool import link
-from pool.cli_call import one_shot, swept
+from pool.cli.call import one_shot, swept
 from pool.pool import SandboxPool
-from tests.pools import outcome, running, settings_of, until
-from tests.scripted import IMAGE, ScriptedEngine
+from pool.supervisor import engine_link
+from tests.support.pools import outcome, running, settings_of, until
+from tests.support.scripted import IMAGE, ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -92,7 +92,7 @@ async def test_a_private_engine_that_could_not_be_held_is_held_by_the_next_try(
     async def find() -> tuple[ScriptedEngine, EngineInfo]:
         return engine, replace(await engine.info(), private=True)
 
-    monkeypatch.setattr(link, "hold_engine", hold)
+    monkeypatch.setattr(engine_link, "hold_engine", hold)
     async with SandboxPool(settings_of(state_dir), find=find) as pool:
         await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
         assert tries == ["", "", "held"]

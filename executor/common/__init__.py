@@ -1,0 +1,1 @@
+"""Helpers of the whole package: logging, safe printing, threads, event loops, processes."""

@@ -1,0 +1,1 @@
+"""Calls on the host under resource limits: ``python_tools = "limits"``."""

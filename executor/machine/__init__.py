@@ -1,0 +1,1 @@
+"""A fresh machine: a private engine, its packages, the image."""

@@ -1,0 +1,1 @@
+"""Manifests: which agents there are, and which tools each has."""
