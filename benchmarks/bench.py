@@ -16,7 +16,8 @@ from executor.engine.docker import CommandLineEngine
 from executor.engine.locate import find_engine
 from executor.engine.process import Finished
 from executor.engine.protocol import EngineInfo, ImageInfo
-from executor.result import CallResult, ImageMissing
+from executor.errors import ImageMissing
+from executor.result import CallResult
 from pool.config.load import PoolSettings, Settings
 from pool.pool import SandboxPool
 from pool.session import Session

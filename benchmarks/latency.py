@@ -20,7 +20,7 @@ from benchmarks.modes import MODES
 from benchmarks.plot import check_plot, plot
 from benchmarks.report import Report
 from benchmarks.rounds import measure
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from pool import logs
 from pool.config.load import ConfigError, load_settings
 

@@ -15,7 +15,7 @@ from benchmarks.bench import STILL, Bench, temporary_state
 from executor.common.log import get_logger
 from executor.engine.cgroups import remove_parent
 from executor.engine.events import EventHub
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from executor.sandbox.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
 from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
 from pool.ledger.ledger import Entry, StateDirectory

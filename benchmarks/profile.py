@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.bench import BenchmarkError, check_result, new_pool
 from executor.engine import channel
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from executor.sandbox import runner_client, runners, wire
 from pool import logs
 from pool.config.load import load_settings

@@ -14,7 +14,7 @@ from benchmarks.bench import Bench, BenchmarkError, open_bench
 from benchmarks.machine import machine
 from benchmarks.modes import Measure, Mode
 from benchmarks.report import Report
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from pool.config.load import Settings
 
 

@@ -18,7 +18,7 @@ from benchmarks.latency import Backend
 from benchmarks.soak_load import Scale
 from benchmarks.soak_report import as_json, show
 from benchmarks.soak_run import Soak, run
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from pool.config.load import ConfigError, load_settings
 
 FAILED = 1

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.stats import percentile
-from executor.result import CallResult, EmberpoolError
+from executor.errors import EmberpoolError
+from executor.result import CallResult
 
 MOST_TOLD = 10
 """Descriptions kept of things that must never happen: the first ones tell what is wrong, the others are counted."""
@@ -92,7 +93,7 @@ class Wound:
 
 
 @dataclass(slots=True)
-class Books:
+class PoolState:
     """One soak. ``calls`` are those on sessions and cold ones; ``acquires`` end in where the sandbox came from.
 
     ``wrong`` are results that are not what the code must have done, ``strange`` ends that are neither result nor error.

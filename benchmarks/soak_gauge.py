@@ -19,8 +19,8 @@ from executor.common.proc import argv_of, pids, stat_number
 from executor.engine.docker import CommandLineEngine
 from executor.engine.paths import engine_paths
 from executor.engine.protocol import EngineInfo
+from executor.errors import EmberpoolError
 from executor.machine.daemon import find_daemon
-from executor.result import EmberpoolError
 from executor.sandbox.profile import LABEL_POOL
 from pool.pool import SandboxPool
 

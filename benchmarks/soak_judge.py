@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from benchmarks.soak_books import Books, Tally
+from benchmarks.soak_books import PoolState, Tally
 
 MIB = 1_048_576
 
@@ -118,7 +118,7 @@ def unbalanced(name: str, tally: Tally) -> list[str]:
     ]
 
 
-def misled(books: Books, told: int, *, ended_early: bool) -> list[str]:
+def misled(books: PoolState, told: int, *, ended_early: bool) -> list[str]:
     """What the books show that must not be. ``told`` is how many calls the pool's own log told the end of."""
     return [
         *unbalanced("calls", books.calls),
@@ -136,6 +136,6 @@ def _odd(what: str, count: int, told: list[str]) -> list[str]:
     return [f"{count} {what}; the first: {'; '.join(told[:3])}"] if count else []
 
 
-def _lost(books: Books) -> Iterator[str]:
+def _lost(books: PoolState) -> Iterator[str]:
     for session, wound in books.wounds.items():
         yield f"{session} has not recovered from the kill of {wound.generation} (by {wound.by})"

@@ -10,12 +10,12 @@ from random import Random
 import anyio
 from anyio.abc import TaskGroup
 
-from benchmarks.soak_books import Books, Wound
+from benchmarks.soak_books import PoolState, Wound
 from benchmarks.soak_log import LogTap
 from benchmarks.soak_plan import KINDS, Blow, Size, Turn, agent_of, kills, probe, sizes, step_of, turns
 from benchmarks.soak_steps import Steps, counted
 from executor.engine.protocol import ContainerGone, Engine
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from pool.pool import SandboxPool
 from pool.session import Session
 
@@ -50,7 +50,7 @@ class Load:
     pool: SandboxPool
     engine: Engine
     tap: LogTap
-    books: Books
+    books: PoolState
     steps: Steps
     scale: Scale
     latest: dict[str, Session] = field(default_factory=dict)

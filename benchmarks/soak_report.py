@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from benchmarks.soak_books import Books, Share, Tally
+from benchmarks.soak_books import PoolState, Share, Tally
 from benchmarks.soak_judge import LIMITS, MIB, Limit, Reading, growth, is_judged
 from benchmarks.soak_run import Soak
 
@@ -60,13 +60,13 @@ def as_json(soak: Soak) -> dict[str, Any]:
     }
 
 
-def _ready(books: Books) -> Share:
+def _ready(books: PoolState) -> Share:
     """Of the granted acquires, those that waited for no start: their session had a sandbox, or a standby was there."""
     found = books.acquires.results
     return Share(found["own"] + found["standby"], found.total())
 
 
-def _standby(books: Books) -> Share:
+def _standby(books: PoolState) -> Share:
     """Of the acquires that had to be given a sandbox, those that were given a standby."""
     found = books.acquires.results
     return Share(found["standby"], found["standby"] + found["started"])

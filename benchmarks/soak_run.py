@@ -12,14 +12,14 @@ from anyio.abc import TaskGroup
 
 from benchmarks.bench import Bench, BenchmarkError, temporary_state, until
 from benchmarks.machine import Facts, machine
-from benchmarks.soak_books import Books
+from benchmarks.soak_books import PoolState
 from benchmarks.soak_gauge import REST_PATIENCE, Gauge
 from benchmarks.soak_judge import Reading, grown, miscounted, misled
 from benchmarks.soak_load import Load, Scale
 from benchmarks.soak_log import LogTap
 from benchmarks.soak_steps import Steps, write_tool
 from executor.engine.locate import find_engine
-from executor.result import EmberpoolError, ImageMissing
+from executor.errors import EmberpoolError, ImageMissing
 from pool.config.load import PoolSettings, Settings
 from pool.pool import SandboxPool
 
@@ -38,7 +38,7 @@ class Soak:
 
     scale: Scale
     minutes: float
-    books: Books = field(default_factory=Books)
+    books: PoolState = field(default_factory=PoolState)
     tap: LogTap = field(default_factory=LogTap)
     machine: Facts = field(default_factory=dict)
     seconds: float = 0.0

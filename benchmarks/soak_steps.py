@@ -9,9 +9,10 @@ from typing import TypeVar
 
 import anyio
 
-from benchmarks.soak_books import Books, Tally, Wound
+from benchmarks.soak_books import PoolState, Tally, Wound
 from benchmarks.soak_plan import Step, wrong
-from executor.result import CallResult, EmberpoolError, FileFailed
+from executor.errors import EmberpoolError, FileFailed
+from executor.result import CallResult
 from executor.tool import Tool
 from pool.pool import SandboxPool
 from pool.session import Session
@@ -35,7 +36,7 @@ def write_tool(directory: Path) -> Tool:
     return Tool(name=TOOL, file=file)
 
 
-async def counted(books: Books, tally: Tally, once: Callable[[], Awaitable[_T]]) -> _T | EmberpoolError | None:
+async def counted(books: PoolState, tally: Tally, once: Callable[[], Awaitable[_T]]) -> _T | EmberpoolError | None:
     """Make one request and book how it ended, unless by a result: that the caller books before it waits for anything.
 
     Returns the result or the error; ``None`` where there is neither.
@@ -61,7 +62,7 @@ class Steps:
     """What steps are carried out with."""
 
     pool: SandboxPool
-    books: Books
+    books: PoolState
     tool: Tool
 
     async def carry_out(self, session: str, handle: Session, step: Step) -> None:

@@ -20,7 +20,8 @@ from typing import Any
 
 from executor import inside
 from executor.common.printable import printable
-from executor.result import CallResult, InvalidCall
+from executor.errors import InvalidCall
+from executor.result import CallResult
 
 MAX_ERROR = 4_000
 """Characters of what a tool's caller reads when it failed."""

@@ -1,7 +1,7 @@
 """Who owns which sandbox, and when: the warm pool, its sessions and its supervisor."""
 
+from executor.errors import EmberpoolError as EmberpoolError
 from executor.result import CallResult as CallResult
-from executor.result import EmberpoolError as EmberpoolError
 from executor.sandbox.files import FileInfo as FileInfo
 from executor.sandbox.stream import CallStream as CallStream
 from executor.sandbox.stream import Output as Output

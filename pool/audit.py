@@ -6,7 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from executor.result import CallResult, EmberpoolError
+from executor.errors import EmberpoolError
+from executor.result import CallResult
 from executor.sandbox.request import Call
 
 

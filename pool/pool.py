@@ -19,13 +19,12 @@ import anyio.lowlevel
 
 from executor.common.event_loop import Nursery
 from executor.common.log import get_logger, lost_lines
-from executor.common.notifier import News
+from executor.common.notifier import Notifier
 from executor.engine.cgroups import remove_parent
 from executor.engine.events import EventHub
 from executor.engine.locate import find_engine
 from executor.engine.protocol import Engine, EngineInfo, NameTaken
-from executor.result import (
-    CallResult,
+from executor.errors import (
     EmberpoolError,
     InvalidCall,
     PoolClosed,
@@ -34,6 +33,7 @@ from executor.result import (
     SessionClosed,
     StateLost,
 )
+from executor.result import CallResult
 from executor.sandbox.request import Call
 from executor.sandbox.stream import Sink
 from executor.staging.threads import StagingThreads
@@ -46,12 +46,12 @@ from pool.config.load import Settings
 from pool.config.policy import policy_of
 from pool.core import events as ev
 from pool.core.events import Effect, Event, Fault, Refusal, RefusalKind, SessionKey
-from pool.core.handlers import Phase, PoolState
+from pool.core.handlers import Phase, StateMachine
 from pool.ledger.ledger import StateDirectory
 from pool.privileged import Privileged
 from pool.session import Prepare, Session
 from pool.supervisor.calls import checked_call, key_part, positive_seconds, yielding
-from pool.supervisor.containers import ColdSetting, Workshop
+from pool.supervisor.containers import ColdSetting, ContainerManager
 from pool.supervisor.engine_link import EngineLink, FindEngine
 from pool.supervisor.host_calls import HostCalls
 from pool.supervisor.lifecycle import Lifecycle
@@ -71,7 +71,7 @@ _MAY_PASS = (RefusalKind.ENGINE_UNAVAILABLE, RefusalKind.POOL_UNUSABLE)
 class _Place:
     """Where one caller waits. ``answer`` is the effect that ended its wait; ``ended`` a refusal that ends its call."""
 
-    news: News = field(default_factory=News)
+    news: Notifier = field(default_factory=Notifier)
     answer: Effect | None = None
     scope: anyio.CancelScope | None = None
     ended: Refusal | None = None
@@ -110,7 +110,7 @@ class SandboxPool:
         self._hub, self._threads = EventHub(), StagingThreads()
         host, pool = self.settings.host, self.settings.pool
         self._host_calls = HostCalls(host.max_calls, host.max_waiters, pool.acquire_timeout)
-        self._state = PoolState(policy_of(self.settings))
+        self._state = StateMachine(policy_of(self.settings))
         self._places: dict[int, _Place] = {}
         self._waiters = 0
         self._queue: deque[Event] = deque()
@@ -118,7 +118,7 @@ class SandboxPool:
         self._lines: deque[tuple[Callable[..., None], str, dict[str, Any]]] = deque()
         self._random = random.Random()  # noqa: S311 - jitter, not a secret
         self._on_session_ended = on_session_ended
-        self._stepping, self._left = News(), list[str]()
+        self._stepping, self._left = Notifier(), list[str]()
         self._life = Lifecycle(self)
         self._dropped: deque[ev.HandleReleased] = deque()
 
@@ -159,9 +159,9 @@ class SandboxPool:
     def _open(self) -> None:
         self._directory = StateDirectory.open(self.settings.pool.state_dir)
         self._log = log.bind(pool=self._directory.pool_id, name=self.settings.pool.name)
-        self._shop = Workshop(self.settings, self._directory, self._hub, self._life.tasks, self._threads)
+        self._containers = ContainerManager(self.settings, self._directory, self._hub, self._life.tasks, self._threads)
         self._link = EngineLink(
-            self.settings, self._find, self._directory.pool_id, self._hub, self._shop, self, self._make_image
+            self.settings, self._find, self._directory.pool_id, self._hub, self._containers, self, self._make_image
         )
         self._begin_log()
 
@@ -322,7 +322,7 @@ class SandboxPool:
         self._require_open()
         state, now = self._state, anyio.current_time()
         return [
-            info_of(state, session, self._directory.session_id(*session.key), self._shop.instance, now)
+            info_of(state, session, self._directory.session_id(*session.key), self._containers.instance, now)
             for session in state.sessions.values()
             if state.counts(session)
         ]
@@ -342,7 +342,7 @@ class SandboxPool:
         state = self._state
         return {
             "pool": self._directory.pool_id,
-            "instance": self._shop.instance,
+            "instance": self._containers.instance,
             "sandboxes": {phase.value: len(state.in_phase(phase)) for phase in Phase},
             "sessions": len(state.sessions),
             "waiting": len(state.waiters),
@@ -369,7 +369,7 @@ class SandboxPool:
                 raise error_of(place.answer.refusal)
             entry.start(now := anyio.current_time())
             return entry.told(
-                await self._run(place, lambda left: self._shop.cold(call.within(left), setting), deadline - now)
+                await self._run(place, lambda left: self._containers.cold(call.within(left), setting), deadline - now)
             )
         except EmberpoolError as error:
             entry.failed(error)
@@ -377,7 +377,7 @@ class SandboxPool:
         finally:
             self._leave(waiter)
             self.feed(ev.CallEnded(waiter) if isinstance(place.answer, ev.RunCold) else ev.WaiterGone(waiter))
-            self._log.info("call.ended", **entry.fields(anyio.current_time(), self._shop.image_id))
+            self._log.info("call.ended", **entry.fields(anyio.current_time(), self._containers.image_id))
 
     @yielding
     async def run_call(
@@ -407,7 +407,7 @@ class SandboxPool:
                 raise error_of(place.answer.refusal)
             assert isinstance(place.answer, ev.RunCall)  # noqa: S101 - a call is run or refused, nothing else
             n = place.answer.n
-            if (box := self._shop.sandboxes.get(n)) is None:
+            if (box := self._containers.sandboxes.get(n)) is None:
                 # It was lost, and is being removed, between the turn that was given and this task's own.
                 if place.ended is not None:
                     raise error_of(place.ended)
@@ -425,7 +425,7 @@ class SandboxPool:
                 result = await self._run(place, run, deadline - now)
             finally:
                 poisoned = box.poisoned
-            return entry.told(result.ran_in(f"{self._shop.instance}-{n}"))
+            return entry.told(result.ran_in(f"{self._containers.instance}-{n}"))
         except EmberpoolError as error:
             entry.failed(error)
             raise
@@ -440,8 +440,8 @@ class SandboxPool:
             self._log.info(
                 "call.ended",
                 session=self._directory.session_id(*key),
-                generation=f"{self._shop.instance}-{n}" if n is not None else None,
-                **entry.fields(now, self._shop.image_id),
+                generation=f"{self._containers.instance}-{n}" if n is not None else None,
+                **entry.fields(now, self._containers.image_id),
             )
 
     async def session_ready(self, key: SessionKey, epoch: int) -> None:
@@ -453,7 +453,7 @@ class SandboxPool:
         if session.sandbox is None:
             # What an acquire waits for is what is missing here; the handle that it takes goes back at once.
             await (await self.acquire(*key)).release()
-        box = self._shop.sandboxes.get(session.sandbox) if session.sandbox is not None else None
+        box = self._containers.sandboxes.get(session.sandbox) if session.sandbox is not None else None
         if box is None:
             message = "the session's sandbox has just ended; its next call gets another"
             raise SandboxDied(message, cause="unknown", started=False)
@@ -464,7 +464,7 @@ class SandboxPool:
         session = self._state.sessions.get(key)
         if session is None or session.epoch != epoch or session.sandbox is None:
             return None
-        return f"{self._shop.instance}-{session.sandbox}"
+        return f"{self._containers.instance}-{session.sandbox}"
 
     def require_here(self) -> None:
         """Raise ``PoolUnusable`` unless the caller is on the pool's loop, or the pool has ended."""
@@ -517,7 +517,7 @@ class SandboxPool:
     def _begin_log(self) -> None:
         """Log the first lines, while there is nothing yet but the lock to give back."""
         try:
-            self._log.info("pool.started", instance=self._shop.instance, state_dir=str(self._directory.path))
+            self._log.info("pool.started", instance=self._containers.instance, state_dir=str(self._directory.path))
             if self._directory.repaired:
                 self._log.warning("pool.state_repaired", files=self._directory.repaired)
             if self._directory.foreign:
@@ -593,15 +593,15 @@ class SandboxPool:
     async def clear_away(self, *, everything: bool) -> None:
         deadline = self._state.close_deadline or 0.0
         await self._host_calls.close(max(0.0, deadline - anyio.current_time()))
-        self._left = await self._shop.last_sweep(everything=everything)
+        self._left = await self._containers.last_sweep(everything=everything)
 
     def let_go(self) -> None:
         self._directory.close()
         if self._left:
             hint = "the next start with this state_dir removes them"
             self._log.error("pool.left_behind", containers=self._left, hint=hint)
-        if self._shop.connection is not None:
-            remove_parent(self._shop.connection.profile.cgroup_parent)
+        if self._containers.connection is not None:
+            remove_parent(self._containers.connection.profile.cgroup_parent)
         for session in self._state.sessions.values():
             if session.granted:
                 self._tell_ended("pool_closed", key=session.key)
@@ -610,19 +610,19 @@ class SandboxPool:
     async def _start(self, n: int) -> None:
         began = anyio.current_time()
         try:
-            await self._shop.enter(n)
+            await self._containers.enter(n)
         except EmberpoolError as error:
             self._say(self._log.warning, "sandbox.start_refused", sandbox=n, reason=error.reason, error=str(error))
             self.feed(ev.SandboxStartFailed(n, fault_of(error), self.jitter()))
             return
         try:
-            box = await self._shop.start(n)
+            box = await self._containers.start(n)
             if box.watch.died.is_set():
                 raise SandboxDied("the sandbox ended right after its start", cause=box.watch.cause)
         except NameTaken as error:
             # The name is another's container, which a stop would remove.
-            self._say(self._log.error, "sandbox.name_taken", sandbox=self._shop.name(n), error=str(error))
-            self._shop.abandon(n)
+            self._say(self._log.error, "sandbox.name_taken", sandbox=self._containers.name(n), error=str(error))
+            self._containers.abandon(n)
             self.feed(ev.SandboxStartFailed(n, fault_of(error), self.jitter()))
             return
         except EmberpoolError as error:
@@ -630,12 +630,12 @@ class SandboxPool:
             self.feed(ev.SandboxStartUnknown(n, fault_of(error), self.jitter()))
             return
         self._say(self._log.info, "sandbox.started", sandbox=box.name, seconds=round(anyio.current_time() - began, 3))
-        self.feed(ev.SandboxStarted(n, self._shop.age(n)))
+        self.feed(ev.SandboxStarted(n, self._containers.age(n)))
 
     async def _stop(self, n: int, reason: str) -> None:
         began = anyio.current_time()
         try:
-            await self._shop.stop(n)
+            await self._containers.stop(n)
         except EmberpoolError as error:
             self._say(
                 self._log.warning, "sandbox.stop_failed", sandbox=n, why=reason, reason=error.reason, error=str(error)
@@ -643,18 +643,18 @@ class SandboxPool:
             self.feed(ev.SandboxStopFailed(n, self.jitter()))
             return
         seconds = round(anyio.current_time() - began, 3)
-        self._say(self._log.info, "sandbox.stopped", sandbox=self._shop.name(n), why=reason, seconds=seconds)
+        self._say(self._log.info, "sandbox.stopped", sandbox=self._containers.name(n), why=reason, seconds=seconds)
         self.feed(ev.SandboxStopped(n))
         self._life.one_gone()
 
     def _bind(self, n: int, key: SessionKey) -> None:
         try:
-            self._shop.bind(n)
+            self._containers.bind(n)
         except PoolUnusable as error:
             self.feed(ev.BindFailed(n, fault_of(error), self.jitter()))
             return
         session_id = self._directory.session_id(*key)
-        self._say(self._log.info, "session.bound", session=session_id, generation=f"{self._shop.instance}-{n}")
+        self._say(self._log.info, "session.bound", session=session_id, generation=f"{self._containers.instance}-{n}")
         self.feed(ev.BindRecorded(n))
 
     async def _clock(self) -> None:
@@ -702,7 +702,7 @@ class SandboxPool:
         instance, _, number = generation.rpartition("-")
         if not instance or not number.isdecimal() or len(number) > 18:
             raise InvalidCall(f"generation {generation[:40]!r} must be one that a result or a session told")
-        if instance != self._shop.instance:
+        if instance != self._containers.instance:
             raise StateLost(
                 f"generation {generation[:40]} belongs to an earlier start of the pool; its sandbox is gone"
             )

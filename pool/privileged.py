@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 
 import anyio
 
-from executor.result import CallResult, InvalidCall
+from executor.errors import InvalidCall
+from executor.result import CallResult
 from executor.sandbox.profile import check_mount
 from executor.sandbox.request import Call, check_code
 from executor.staging.threads import StagingThreads

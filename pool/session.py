@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from executor.result import CallResult, SessionClosed
+from executor.errors import SessionClosed
+from executor.result import CallResult
 from executor.sandbox import files
 from executor.sandbox.files import FileInfo
 from executor.sandbox.request import Call

@@ -14,8 +14,8 @@ from pathlib import Path
 import anyio
 
 from executor.common.log import get_logger
+from executor.errors import EmberpoolError, InvalidCall
 from executor.host.call import HOST, HostLimits, host_call
-from executor.result import EmberpoolError, InvalidCall
 from executor.sandbox.request import Call
 from executor.sandbox.sandbox import no_file
 from executor.staging.threads import StagingThreads

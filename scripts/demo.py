@@ -14,7 +14,8 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from executor.result import CallResult, EmberpoolError, SandboxDied
+from executor.errors import EmberpoolError, SandboxDied
+from executor.result import CallResult
 from executor.tool import ToolResult
 from pool import logs
 from pool.cli import interrupts

@@ -21,7 +21,7 @@ import pytest
 
 from executor.engine.locate import find_engine
 from executor.engine.protocol import Engine
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from executor.sandbox.profile import LABEL_POOL
 from pool.config.load import Settings
 from pool.supervisor import containers

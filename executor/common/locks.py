@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import anyio
 
-from executor.result import EngineUnavailable
+from executor.errors import EngineUnavailable
 
 _RETRY = 0.05
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 
 
-class News:
+class Notifier:
     """Wakes whoever waits when it is told. Nothing is kept for those who come later: what has changed is read elsewhere,
     and read again before each ``wait``."""
 

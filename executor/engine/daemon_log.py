@@ -10,9 +10,9 @@ import os
 import shutil
 from pathlib import Path
 
+from executor.common.locks import try_lock
 from executor.common.log import get_logger
 from executor.common.threads import in_thread
-from executor.common.locks import try_lock
 
 log = get_logger("emberpool.engine")
 

@@ -24,7 +24,14 @@ from executor.engine.daemon_log import keep_small
 from executor.engine.paths import engine_paths
 from executor.engine.process import Finished
 from executor.engine.protocol import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
-from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ImageUnfit, ProfileMismatch
+from executor.errors import (
+    EmberpoolError,
+    EngineFailed,
+    EngineUnavailable,
+    ImageMissing,
+    ImageUnfit,
+    ProfileMismatch,
+)
 
 log = get_logger("emberpool.engine")
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import anyio
 
-from executor.common.notifier import News
+from executor.common.notifier import Notifier
 from executor.engine.protocol import EngineEvent
-from executor.result import DeathCause
+from executor.errors import DeathCause
 
 
 class ExecWatch:
@@ -122,7 +122,7 @@ class EventHub:
 
     def __init__(self) -> None:
         self.links = 0
-        self._connected, self._link = False, News()
+        self._connected, self._link = False, Notifier()
         self._watches: dict[str, Watch] = {}
 
     @property

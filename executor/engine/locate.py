@@ -19,7 +19,7 @@ from executor.common.printable import printable
 from executor.engine.docker import CommandLineEngine, Endpoint
 from executor.engine.paths import ENGINE_HOME, EnginePaths, engine_paths
 from executor.engine.protocol import EngineInfo
-from executor.result import EmberpoolError, EngineUnavailable
+from executor.errors import EmberpoolError, EngineUnavailable
 
 log = get_logger("emberpool.engine")
 

@@ -22,7 +22,7 @@ from anyio.abc import ByteReceiveStream, Process
 
 from executor.common.log import get_logger
 from executor.engine import pidfd
-from executor.result import EngineFailed, EngineUnavailable
+from executor.errors import EngineFailed, EngineUnavailable
 
 log = get_logger("emberpool.engine")
 

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from executor.result import EngineFailed
+from executor.errors import EngineFailed
 
 
 class ContainerGone(EngineFailed):

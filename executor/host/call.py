@@ -28,9 +28,10 @@ from executor import inside
 from executor.common.log import get_logger
 from executor.common.printable import printable
 from executor.common.threads import in_thread
+from executor.errors import EngineFailed, InvalidCall, ProfileMismatch
 from executor.host.process import HostEnd, run_on_host
 from executor.host.unlimited import unlimited
-from executor.result import CallResult, EngineFailed, InvalidCall, ProfileMismatch
+from executor.result import CallResult
 from executor.sandbox.profile import CALL_ENV
 from executor.sandbox.request import Call
 

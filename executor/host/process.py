@@ -19,8 +19,8 @@ import anyio
 
 from executor.common.log import get_logger
 from executor.engine.process import READ_SIZE, Capped, heed_children
-from executor.host.process_tree import Family
-from executor.result import EngineFailed
+from executor.errors import EngineFailed
+from executor.host.process_tree import ProcessTree
 
 if sys.platform != "win32":
     import resource
@@ -176,7 +176,7 @@ class _Child:
     """A program that was started: its end, and the end of whatever came of it."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process, self._family = process, Family(process.pid)
+        self._process, self._family = process, ProcessTree(process.pid)
         self._over: tuple[int, resource.struct_rusage] | None = None
         try:
             self._pidfd = os.pidfd_open(process.pid)

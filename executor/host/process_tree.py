@@ -22,7 +22,7 @@ _ROUND = 0.005
 
 
 @dataclass(slots=True)
-class Family:
+class ProcessTree:
     """The processes that came of ``leader``, which began a session of its own and is not reaped yet.
 
     Who was seen once is known for good, by pid and start time: once its parent has ended nothing else connects it.

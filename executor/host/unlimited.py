@@ -10,7 +10,8 @@ import anyio
 
 from executor.engine.attached import QUIET
 from executor.engine.process import Capped, drain, feed
-from executor.result import CallResult, EngineFailed
+from executor.errors import EngineFailed
+from executor.result import CallResult
 from executor.sandbox.request import Call
 
 

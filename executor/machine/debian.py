@@ -12,11 +12,11 @@ from pathlib import Path
 
 import anyio
 
+from executor.common.locks import exclusive
 from executor.common.log import get_logger
 from executor.common.printable import printable
 from executor.engine import process
-from executor.common.locks import exclusive
-from executor.result import EngineFailed
+from executor.errors import EngineFailed
 
 log = get_logger("emberpool.engine")
 

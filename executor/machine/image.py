@@ -6,14 +6,14 @@ import os
 import shutil
 from pathlib import Path
 
+from executor.common.locks import exclusive, private_directory
 from executor.common.log import get_logger
 from executor.engine.docker import CommandLineEngine
 from executor.engine.paths import engine_paths
 from executor.engine.protocol import ImageInfo
+from executor.errors import EmberpoolError, EngineUnavailable, ImageMissing
 from executor.machine.debian import Report, is_root, release
-from executor.common.locks import exclusive, private_directory
 from executor.machine.rootfs import CHANGES, build_rootfs
-from executor.result import EmberpoolError, EngineUnavailable, ImageMissing
 
 log = get_logger("emberpool.engine")
 

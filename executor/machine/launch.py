@@ -14,10 +14,10 @@ from executor.engine.docker import CommandLineEngine
 from executor.engine.locate import private_endpoint
 from executor.engine.paths import EnginePaths
 from executor.engine.protocol import EngineInfo
+from executor.errors import EmberpoolError, EngineFailed, EngineUnavailable
 from executor.machine import daemon
 from executor.machine.debian import Report, install, system_environment
 from executor.machine.leftovers import sweep_containerd
-from executor.result import EmberpoolError, EngineFailed, EngineUnavailable
 
 log = get_logger("emberpool.engine")
 

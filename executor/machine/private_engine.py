@@ -13,16 +13,16 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from executor.common.locks import exclusive, holders, private_directory, try_lock
 from executor.common.log import get_logger
 from executor.engine.docker import CommandLineEngine, Endpoint
 from executor.engine.locate import find_engine, private_endpoint
 from executor.engine.paths import EnginePaths, engine_home, engine_paths
 from executor.engine.protocol import EngineInfo
+from executor.errors import EmberpoolError, EngineUnavailable
 from executor.machine import daemon, leftovers
 from executor.machine.debian import Report, is_root, release
 from executor.machine.launch import STOP_GRACE, ensure_dockerd, start
-from executor.common.locks import exclusive, holders, private_directory, try_lock
-from executor.result import EmberpoolError, EngineUnavailable
 
 log = get_logger("emberpool.engine")
 

@@ -9,8 +9,8 @@ import anyio
 
 from executor.common.printable import printable
 from executor.engine import process
+from executor.errors import EngineFailed
 from executor.machine.debian import Report, install, release, system_environment
-from executor.result import EngineFailed
 
 PACKAGES = ("python3", "tzdata", "netbase", "ca-certificates", "libstdc++6")
 """Python with its whole standard library, the data files that ``zoneinfo``, ``socket`` and ``ssl`` read, and the C++ library

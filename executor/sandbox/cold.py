@@ -13,7 +13,8 @@ from executor.engine.attached import PROVED, REFUSED, Attached, run_attached
 from executor.engine.docker import classify
 from executor.engine.events import EventHub, Watch
 from executor.engine.protocol import Engine, ImageInfo, NameTaken
-from executor.result import CallResult, EmberpoolError, EngineUnavailable, ImageUnfit, ProfileMismatch, SandboxDied
+from executor.errors import EmberpoolError, EngineUnavailable, ImageUnfit, ProfileMismatch, SandboxDied
+from executor.result import CallResult
 from executor.sandbox.host_files import require_host_files
 from executor.sandbox.kill import kill_container, not_confirmed
 from executor.sandbox.outcome import (

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from executor import inside
 from executor.common.printable import printable
-from executor.result import CallResult, FileFailed, InvalidCall
+from executor.errors import FileFailed, InvalidCall
+from executor.result import CallResult
 
 MAX_PATH = 4_095
 """Bytes that Linux allows in a path (PATH_MAX less its NUL)."""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from executor.common.printable import printable
-from executor.result import ProfileMismatch
+from executor.errors import ProfileMismatch
 from executor.sandbox.profile import ContainerProfile
 
 

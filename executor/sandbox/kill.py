@@ -7,7 +7,7 @@ import anyio
 from executor.common.log import get_logger
 from executor.engine.events import EventHub, Watch
 from executor.engine.protocol import ContainerGone, Engine
-from executor.result import EmberpoolError, SandboxDied
+from executor.errors import EmberpoolError, SandboxDied
 
 log = get_logger("emberpool.sandbox")
 

@@ -6,7 +6,8 @@ import signal
 
 from executor.common.printable import printable
 from executor.engine.attached import PROVED, REFUSED, Attached
-from executor.result import CallResult, EmberpoolError, EngineFailed, ProfileMismatch
+from executor.errors import EmberpoolError, EngineFailed, ProfileMismatch
+from executor.result import CallResult
 
 LIMIT_SIGNAL_CODE = 128 + int(getattr(signal, "SIGXCPU", 24))
 KILL_CODE, TERM_CODE = 128 + 9, 128 + 15

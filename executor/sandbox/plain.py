@@ -15,7 +15,8 @@ from executor.common.log import get_logger
 from executor.engine.attached import PROVED, Attached, run_attached
 from executor.engine.events import EventHub, ExecWatch, Watch
 from executor.engine.protocol import Engine
-from executor.result import CallResult, EmberpoolError, SandboxDied
+from executor.errors import EmberpoolError, SandboxDied
+from executor.result import CallResult
 from executor.sandbox.kill import not_confirmed
 from executor.sandbox.outcome import (
     CANNOT_RUN,

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from executor import inside
-from executor.result import EngineUnavailable, InvalidCall
+from executor.errors import EngineUnavailable, InvalidCall
 from executor.sandbox.profile import CALL_ENV, check_argv
 
 MAX_ARGUMENT = 131_071

@@ -18,12 +18,12 @@ import anyio
 import anyio.lowlevel
 
 from executor import inside
-from executor.common.notifier import News
+from executor.common.notifier import Notifier
 from executor.common.printable import printable
 from executor.engine.channel import keep
 from executor.engine.process import Capped
 from executor.engine.protocol import Channel, Engine
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from executor.sandbox import wire
 from executor.sandbox.profile import CALL_ENV
 from executor.sandbox.stream import WINDOW as CREDIT
@@ -109,7 +109,7 @@ class Running:
     told: bool = False
     sent: int = 0
     taken: int = 0
-    moved: News = field(default_factory=News)
+    moved: Notifier = field(default_factory=Notifier)
 
     def finish(self) -> None:
         self.over = True

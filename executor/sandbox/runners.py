@@ -10,19 +10,12 @@ import anyio
 import anyio.lowlevel
 
 from executor.common.log import get_logger
-from executor.common.notifier import News
+from executor.common.notifier import Notifier
 from executor.common.printable import printable
 from executor.engine.events import EventHub, ExecWatch, Watch
 from executor.engine.protocol import Engine
-from executor.result import (
-    CallResult,
-    DeathCause,
-    EmberpoolError,
-    EngineUnavailable,
-    ImageUnfit,
-    SandboxDied,
-    SessionBusy,
-)
+from executor.errors import DeathCause, EmberpoolError, EngineUnavailable, ImageUnfit, SandboxDied, SessionBusy
+from executor.result import CallResult
 from executor.sandbox.arming import ArmingLimit, Slot
 from executor.sandbox.kill import not_confirmed
 from executor.sandbox.profile import CALL_ENV, exec_args
@@ -96,7 +89,7 @@ class Runners:
         self._greeted = False  # whether any runner has come as far as its hello
         self._pauses: set[anyio.CancelScope] = set()
         self._queued = 0
-        self._changed = News()
+        self._changed = Notifier()
 
     def close(self) -> None:
         """Let go: no further exec is armed, and the current one's client is killed."""

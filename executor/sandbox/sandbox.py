@@ -19,8 +19,7 @@ from executor.engine.attached import Attached, run_attached
 from executor.engine.docker import classify
 from executor.engine.events import EventHub, Watch
 from executor.engine.protocol import ContainerGone, Engine, ImageInfo
-from executor.result import (
-    CallResult,
+from executor.errors import (
     EngineFailed,
     EngineUnavailable,
     ImageUnfit,
@@ -28,6 +27,7 @@ from executor.result import (
     ProfileMismatch,
     SandboxDied,
 )
+from executor.result import CallResult
 from executor.sandbox import witness
 from executor.sandbox.arming import ArmingLimit
 from executor.sandbox.host_files import require_host_files

@@ -17,7 +17,8 @@ import anyio.lowlevel
 
 from executor.common.event_loop import EventLoop, current_loop
 from executor.engine.process import Capped
-from executor.result import CallResult, SandboxDied
+from executor.errors import SandboxDied
+from executor.result import CallResult
 
 WINDOW = 262_144
 """Bytes of each stream that a tool may be ahead of its consumer, the pipe inside the sandbox (64 KiB) not counted."""

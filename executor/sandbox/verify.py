@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from executor.engine.protocol import ImageInfo
-from executor.result import ProfileMismatch
+from executor.errors import ProfileMismatch
 from executor.sandbox.profile import PROXY_VARIABLES, WRITABLE_BESIDES_TMP, ContainerProfile
 from executor.sandbox.seccomp import WITNESS_ERRNO, strict_profile
 

@@ -8,7 +8,7 @@ import stat
 import struct
 from collections.abc import Iterator
 
-from executor.result import InvalidCall
+from executor.errors import InvalidCall
 from executor.staging.fingerprints import Look, facts
 from executor.staging.links import fault
 from executor.staging.source import Folder, SourceChanged, StageLimits, reading, shown, writing

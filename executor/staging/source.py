@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from executor.result import EmberpoolError, InvalidCall
+from executor.errors import EmberpoolError, InvalidCall
 
 ANCHORED = hasattr(os, "O_NOFOLLOW") and os.open in os.supports_dir_fd and os.scandir in os.supports_fd
 """Whether a directory can be held open and everything in it be reached through it; not on Windows."""

@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from executor.common.printable import printable
-from executor.result import CallResult, InvalidCall
+from executor.errors import InvalidCall
+from executor.result import CallResult
 from pool.cli import interrupts
 from pool.cli.errors import told
 from pool.cli.output import say, write_call

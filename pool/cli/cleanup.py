@@ -12,7 +12,7 @@ import typer
 
 from executor.engine.cgroups import remove_parent
 from executor.engine.locate import find_engine
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from pool.cli import interrupts, output
 from pool.cli.errors import say_problems
 from pool.config.load import ConfigError, Settings, load_settings

@@ -15,10 +15,10 @@ from rich.markup import escape
 
 from executor.common.printable import printable
 from executor.engine.locate import find_engine
+from executor.errors import EmberpoolError
 from executor.machine import private_engine
 from executor.machine.debian import Report
 from executor.machine.image import DEFAULT_IMAGE, ensure_image
-from executor.result import EmberpoolError
 from pool.cli import interrupts
 from pool.cli.output import say
 

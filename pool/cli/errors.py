@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from pool.cli.output import say
 from pool.config.load import ConfigError
 

@@ -13,7 +13,7 @@ import select
 import sys
 from typing import Any, TextIO
 
-from executor.result import InvalidCall
+from executor.errors import InvalidCall
 
 LOST = 1
 _CHUNK = 1 << 16

@@ -1,6 +1,6 @@
-"""Every decision about sandboxes, sessions, waiters, backoff and health: ``PoolState.step(event, now) -> effects``.
+"""Every decision about sandboxes, sessions, waiters, backoff and health: ``StateMachine.step(event, now) -> effects``.
 
-Pure: no awaits, no clock, no logging, no random numbers. A handler below enters into the books (``pool.core.state``) what an
+Pure: no awaits, no clock, no logging, no random numbers. A handler below enters into the state (``pool.core.state``) what an
 event says; then the plan (``pool.core.plan``) compares what is with what should be. ``now`` never goes backwards (the
 shell's monotonic clock).
 
@@ -17,14 +17,14 @@ from typing import Any
 from pool.core import events as ev
 from pool.core.events import Effect, Event, Fault, Refusal, RefusalKind, SessionKey
 from pool.core.plan import lost, plan, wake_at
-from pool.core.state import Books, Circuit, Health, SandboxState, SessionState, Waiter
+from pool.core.state import Circuit, Health, PoolState, SandboxState, SessionState, Waiter
 from pool.core.transitions import Phase as Phase
 from pool.core.transitions import Trigger
 
 _CLOSED_UNDER = Refusal(RefusalKind.SESSION_CLOSED, "the session was closed while this call ran", started=True)
 
 
-class PoolState(Books):
+class StateMachine(PoolState):
     """One pool instance. Feed it events with ``step``; carry the effects out in order."""
 
     def step(self, event: Event, now: float) -> list[Effect]:
@@ -253,7 +253,7 @@ class PoolState(Books):
             session.handles -= 1
 
     def _call_over(self, waiter: int, now: float) -> SandboxState | None:
-        """Take a running call off the books; the sandbox it ran in, unless it was cold or its sandbox is gone."""
+        """Take a running call off the state; the sandbox it ran in, unless it was cold or its sandbox is gone."""
         self.cold.discard(waiter)
         self.ending.discard(waiter)
         for box in self.sandboxes.values():
@@ -287,26 +287,26 @@ class PoolState(Books):
             self.health.starts.fail(fault, self.policy, now, jitter)
 
 
-_HANDLERS: dict[type, Callable[[PoolState, Any, float], bool | None]] = {
-    ev.Tick: PoolState._on_tick,
-    ev.AcquireWanted: PoolState._on_acquire,
-    ev.CallWanted: PoolState._on_call,
-    ev.ColdWanted: PoolState._on_cold,
-    ev.WaiterGone: PoolState._on_waiter_gone,
-    ev.CallEnded: PoolState._on_call_ended,
-    ev.GrantDeclined: PoolState._on_grant_declined,
-    ev.HandleReleased: PoolState._on_released,
-    ev.SessionEnded: PoolState._on_session_ended,
-    ev.SandboxStarted: PoolState._on_started,
-    ev.SandboxStartFailed: PoolState._on_start_failed,
-    ev.SandboxStartUnknown: PoolState._on_start_unknown,
-    ev.SandboxDied: PoolState._on_died,
-    ev.SandboxStopped: PoolState._on_stopped,
-    ev.SandboxStopFailed: PoolState._on_stop_failed,
-    ev.BindRecorded: PoolState._on_bind_recorded,
-    ev.BindFailed: PoolState._on_bind_failed,
-    ev.EngineUp: PoolState._on_engine_up,
-    ev.EngineDown: PoolState._on_engine_down,
-    ev.PolicyChanged: PoolState._on_policy,
-    ev.CloseBegan: PoolState._on_close,
+_HANDLERS: dict[type, Callable[[StateMachine, Any, float], bool | None]] = {
+    ev.Tick: StateMachine._on_tick,
+    ev.AcquireWanted: StateMachine._on_acquire,
+    ev.CallWanted: StateMachine._on_call,
+    ev.ColdWanted: StateMachine._on_cold,
+    ev.WaiterGone: StateMachine._on_waiter_gone,
+    ev.CallEnded: StateMachine._on_call_ended,
+    ev.GrantDeclined: StateMachine._on_grant_declined,
+    ev.HandleReleased: StateMachine._on_released,
+    ev.SessionEnded: StateMachine._on_session_ended,
+    ev.SandboxStarted: StateMachine._on_started,
+    ev.SandboxStartFailed: StateMachine._on_start_failed,
+    ev.SandboxStartUnknown: StateMachine._on_start_unknown,
+    ev.SandboxDied: StateMachine._on_died,
+    ev.SandboxStopped: StateMachine._on_stopped,
+    ev.SandboxStopFailed: StateMachine._on_stop_failed,
+    ev.BindRecorded: StateMachine._on_bind_recorded,
+    ev.BindFailed: StateMachine._on_bind_failed,
+    ev.EngineUp: StateMachine._on_engine_up,
+    ev.EngineDown: StateMachine._on_engine_down,
+    ev.PolicyChanged: StateMachine._on_policy,
+    ev.CloseBegan: StateMachine._on_close,
 }

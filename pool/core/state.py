@@ -1,7 +1,7 @@
-"""The books of one pool instance: its sandboxes, sessions and waiters, what can be derived from them, and the entries
+"""The state of one pool instance: its sandboxes, sessions and waiters, what can be derived from them, and the entries
 that more than one decision makes.
 
-``pool.core.handlers`` enters what events say, ``pool.core.plan`` what should follow; both work on these books and on nothing else.
+``pool.core.handlers`` enters what events say, ``pool.core.plan`` what should follow; both work on these state and on nothing else.
 All counts are derived. What is due is always written ``now >= since + span``, the very sum that ``wake_at`` returns:
 ``now - since >= span`` rounds differently, so that a sleeper woken at that sum could be too early and would not be
 woken again.
@@ -122,7 +122,7 @@ class Health:
         return None
 
 
-class Books:
+class PoolState:
     """The whole truth about one pool instance. Before ``next_wake`` time alone changes nothing."""
 
     def __init__(self, policy: Policy) -> None:
@@ -215,7 +215,7 @@ class Books:
         self._effects.append(effect)
 
     def move(self, box: SandboxState, trigger: Trigger, now: float) -> None:
-        """Take a sandbox to its next phase: the only place that does. In the books are those that have a phase."""
+        """Take a sandbox to its next phase: the only place that does. In the state are those that have a phase."""
         box.phase, box.since = follow(box.phase, trigger), now
         if box.phase is None:
             del self.sandboxes[box.n]

@@ -1,6 +1,6 @@
 """The life of a sandbox as a table: which phase follows which, and upon what.
 
-What the table lacks cannot happen: the core changes a sandbox's phase in one place (``Books.move``), and that place
+What the table lacks cannot happen: the core changes a sandbox's phase in one place (``PoolState.move``), and that place
 looks here. The diagram in docs/architecture.md is drawn from it by ``scripts/diagram.py``.
 """
 

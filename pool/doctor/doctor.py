@@ -14,7 +14,7 @@ from executor.common.log import get_logger
 from executor.common.printable import printable
 from executor.engine.locate import find_engine
 from executor.engine.protocol import Engine, EngineInfo, ImageInfo
-from executor.result import EmberpoolError, ImageMissing
+from executor.errors import EmberpoolError, ImageMissing
 from executor.staging.threads import StagingThreads
 from pool.config.load import ConfigError, Settings, load_settings
 from pool.doctor import checks, host_facts

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from executor.result import PoolUnusable
+from executor.errors import PoolUnusable
 from pool.config.types import UidRange
 from pool.doctor.runc_cves import Package, read_changelog
 from pool.ledger.ledger import StateDirectory

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from executor.common.printable import printable
+from executor.errors import EmberpoolError, InvalidCall, ProfileMismatch
 from executor.host.call import CAN_LIMIT
-from executor.result import EmberpoolError, InvalidCall, ProfileMismatch
 from executor.sandbox.sandbox import no_file
 from executor.staging.threads import StagingThreads
 from executor.staging.versions import StageLimits, Staging, StagingFailed

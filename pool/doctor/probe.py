@@ -21,7 +21,7 @@ from executor.common.printable import printable
 from executor.engine.cgroups import remove_parent
 from executor.engine.events import EventHub
 from executor.engine.protocol import Engine, EngineEvent, EngineInfo, ImageInfo
-from executor.result import EmberpoolError, ImageUnfit, ProfileMismatch
+from executor.errors import EmberpoolError, ImageUnfit, ProfileMismatch
 from executor.sandbox.cold import ColdSpec, cold_call, has_python
 from executor.sandbox.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
 from executor.sandbox.request import Call

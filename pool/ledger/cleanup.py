@@ -17,7 +17,7 @@ from typing import Any, Literal
 from executor.common.log import get_logger
 from executor.common.threads import in_thread
 from executor.engine.protocol import ContainerGone, Engine
-from executor.result import EmberpoolError, EngineFailed, PoolUnusable
+from executor.errors import EmberpoolError, EngineFailed, PoolUnusable
 from executor.sandbox.profile import LABEL_POOL
 from pool.ledger.ledger import Entry, StateDirectory
 from pool.ledger.private_files import StateLocked

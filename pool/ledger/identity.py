@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from executor.result import PoolUnusable
+from executor.errors import PoolUnusable
 from pool.ledger.private_files import NotOurs, read_private, write_durably
 
 _VERSION = 1

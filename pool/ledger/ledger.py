@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from executor.common.proc import boot_id
 from executor.common.locks import HeldLock
-from executor.result import PoolUnusable
+from executor.common.proc import boot_id
+from executor.errors import PoolUnusable
 from pool.ledger.identity import UNREADABLE, load_identity
 from pool.ledger.private_files import (
     NotOurs,

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from executor.common.locks import HeldLock
-from executor.result import PoolUnusable
+from executor.errors import PoolUnusable
 
 _HOLDER = re.compile(r"([1-9][0-9]{0,9})(?: ([0-9T:+-]{25}))?\n?\Z", re.ASCII)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from executor.engine.protocol import ImageInfo
-from executor.result import ProfileMismatch
+from executor.errors import ProfileMismatch
 from executor.sandbox.profile import LABEL_CONFIG, LABEL_KIND, LABEL_POOL
 from pool.ledger.cleanup import Leftover
 from pool.ledger.ledger import Entry

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import anyio.lowlevel
 
-from executor.result import EmberpoolError, InvalidCall
+from executor.errors import EmberpoolError, InvalidCall
 from executor.sandbox.request import Call, check_code
 from pool.config.load import AgentSettings, CallSettings, Settings
 

@@ -17,8 +17,7 @@ from anyio.abc import TaskGroup
 from executor.common.log import get_logger
 from executor.engine.events import EventHub
 from executor.engine.protocol import ImageInfo, NameTaken
-from executor.result import (
-    CallResult,
+from executor.errors import (
     EmberpoolError,
     EngineFailed,
     EngineUnavailable,
@@ -27,6 +26,7 @@ from executor.result import (
     PoolUnusable,
     ProfileMismatch,
 )
+from executor.result import CallResult
 from executor.sandbox.arming import ArmingLimit
 from executor.sandbox.cold import ColdSpec, cold_call, has_python
 from executor.sandbox.host_files import require_host_files
@@ -86,7 +86,7 @@ def runner_options(settings: Settings) -> RunnerOptions:
     )
 
 
-class Workshop:
+class ContainerManager:
     """All containers of one pool instance. ``instance`` is random for each start of a pool."""
 
     def __init__(

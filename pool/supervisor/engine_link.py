@@ -16,13 +16,13 @@ from executor.common.log import get_logger
 from executor.engine.events import EventHub
 from executor.engine.paths import engine_paths
 from executor.engine.protocol import Engine, EngineEvent, EngineInfo, ImageInfo
+from executor.errors import EmberpoolError, EngineUnavailable, ImageMissing
 from executor.machine.private_engine import hold_engine
-from executor.result import EmberpoolError, EngineUnavailable, ImageMissing
 from executor.sandbox.profile import LABEL_POOL
 from pool.config.load import Settings
 from pool.core.events import EngineDown, EngineUp, Event, Fault, RefusalKind, SandboxDied
 from pool.ledger.ledger import Entry
-from pool.supervisor.containers import Workshop, connection
+from pool.supervisor.containers import ContainerManager, connection
 from pool.supervisor.refusals import fault_of
 from pool.supervisor.startup import MakeImage, make_image
 
@@ -42,7 +42,7 @@ class Shell(Protocol):
 
 
 class EngineLink:
-    """Keeps ``workshop.connection`` and the hub current while ``run`` runs."""
+    """Keeps ``containers.connection`` and the hub current while ``run`` runs."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class EngineLink:
         find: FindEngine,
         pool_id: str,
         hub: EventHub,
-        shop: Workshop,
+        shop: ContainerManager,
         shell: Shell,
         make_image: MakeImage = make_image,
     ) -> None:
         self._settings, self._find, self._pool_id, self._make_image = settings, find, pool_id, make_image
         self._no_image: str | None = None
-        self._hub, self._shop, self._shell = hub, shop, shell
+        self._hub, self._containers, self._shell = hub, shop, shell
         self._since, self._up, self._held = "", False, False
         self._seen: set[tuple[int, str, str, str]] = set()
 
@@ -92,7 +92,7 @@ class EngineLink:
             self._stack.enter_context(hold_engine(engine_paths()))
             self._held = True
         image = await self._image(engine)
-        self._shop.connection = connection(self._settings, engine, info, image, self._pool_id)
+        self._containers.connection = connection(self._settings, engine, info, image, self._pool_id)
         # Events are subscribed to from a moment before anything is started, so none can be missed.
         # Kept for the next round: one that sees no event must not lose those between it and the next.
         self._since = self._since or info.time or "0"
@@ -124,28 +124,28 @@ class EngineLink:
         what cannot be removed, keeps nobody waiting, nor do they keep each other."""
         try:
             await self._resync(engine)
-            found = await self._shop.survey()
+            found = await self._containers.survey()
             answered()
             while True:
                 tasks.start_soon(self._sweep, found)
                 await anyio.sleep(self._settings.pool.resync_interval)
                 await self._resync(engine)
-                found = await self._shop.survey()
+                found = await self._containers.survey()
         except (EmberpoolError, OSError) as error:
             ended.append(error)
             tasks.cancel_scope.cancel()
 
     async def _sweep(self, found: list[Entry]) -> None:
-        if swept := await self._shop.sweep(found):
+        if swept := await self._containers.sweep(found):
             log.info("pool.swept", pool=self._pool_id, containers=swept)
 
     async def _image(self, engine: Engine) -> ImageInfo:
         try:
             return await engine.image(self._settings.sandbox.image)
         except ImageMissing as error:
-            if self._shop.connection is not None:
+            if self._containers.connection is not None:
                 # What runs needs its image no more: follow it, and let the next start find out.
-                return self._shop.connection.image
+                return self._containers.connection.image
             if self._no_image is None:
                 return await self._bring_image(engine)
             raise self._missing() from error
@@ -199,7 +199,7 @@ class EngineLink:
         if event.time:
             self._since = f"{event.time // 1_000_000_000}.{event.time % 1_000_000_000:09d}"
         watch = self._hub.publish(event)
-        n = self._shop.number(event.name)
+        n = self._containers.number(event.name)
         if watch is not None and n is not None and event.action in ("die", "destroy", "pause"):
             # What is told before the engine has answered happened while it was away, and may be its own doing.
             cause = watch.cause if self._up else "engine"
@@ -207,7 +207,7 @@ class EngineLink:
 
     async def _resync(self, engine: Engine) -> None:
         """Heal lost events: what should live and is not running has died."""
-        expected = {self._shop.name(n): n for n in self._shell.living()}
+        expected = {self._containers.name(n): n for n in self._shell.living()}
         running = {row.name for row in await engine.list(LABEL_POOL, self._pool_id) if row.running}
         living = set(self._shell.living())
         for name, n in expected.items():

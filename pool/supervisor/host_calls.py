@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import anyio
 
-from executor.result import PoolClosed, PoolExhausted
+from executor.errors import PoolClosed, PoolExhausted
 
 END_PATIENCE = 30.0
 """Seconds that a closing pool waits for cancelled calls; each has its grace, and is then killed."""

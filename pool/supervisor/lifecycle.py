@@ -16,7 +16,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from executor.common.event_loop import EventLoop, Nursery, current_loop
-from executor.result import PoolClosed, PoolUnusable
+from executor.errors import PoolClosed, PoolUnusable
 
 STOP_PATIENCE = 30.0
 """Seconds beyond the drain, and from there beyond each container that is confirmed gone, for which a closing pool waits for

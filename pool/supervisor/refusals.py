@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from executor import result
-from executor.result import DeathCause, EmberpoolError
+from executor import errors
+from executor.errors import DeathCause, EmberpoolError
 from pool.core.events import Fault, Refusal, RefusalKind
 
 _ERRORS: dict[RefusalKind, type[EmberpoolError]] = {
-    RefusalKind.ENGINE_UNAVAILABLE: result.EngineUnavailable,
-    RefusalKind.IMAGE_MISSING: result.ImageMissing,
-    RefusalKind.IMAGE_UNFIT: result.ImageUnfit,
-    RefusalKind.PROFILE_MISMATCH: result.ProfileMismatch,
-    RefusalKind.POOL_EXHAUSTED: result.PoolExhausted,
-    RefusalKind.QUOTA_EXCEEDED: result.QuotaExceeded,
-    RefusalKind.SESSION_BUSY: result.SessionBusy,
-    RefusalKind.STATE_LOST: result.StateLost,
-    RefusalKind.SESSION_CLOSED: result.SessionClosed,
-    RefusalKind.POOL_CLOSED: result.PoolClosed,
-    RefusalKind.POOL_UNUSABLE: result.PoolUnusable,
+    RefusalKind.ENGINE_UNAVAILABLE: errors.EngineUnavailable,
+    RefusalKind.IMAGE_MISSING: errors.ImageMissing,
+    RefusalKind.IMAGE_UNFIT: errors.ImageUnfit,
+    RefusalKind.PROFILE_MISMATCH: errors.ProfileMismatch,
+    RefusalKind.POOL_EXHAUSTED: errors.PoolExhausted,
+    RefusalKind.QUOTA_EXCEEDED: errors.QuotaExceeded,
+    RefusalKind.SESSION_BUSY: errors.SessionBusy,
+    RefusalKind.STATE_LOST: errors.StateLost,
+    RefusalKind.SESSION_CLOSED: errors.SessionClosed,
+    RefusalKind.POOL_CLOSED: errors.PoolClosed,
+    RefusalKind.POOL_UNUSABLE: errors.PoolUnusable,
 }
 _CAUSES: dict[str, DeathCause] = {
     "oom": "oom", "killed": "killed", "runner": "runner", "protocol": "protocol", "drained": "drained", "engine": "engine",
@@ -33,7 +33,7 @@ def error_of(refusal: Refusal) -> EmberpoolError:
     """The error that a waiter gets for a refusal."""
     if refusal.kind is RefusalKind.SANDBOX_DIED:
         cause = _CAUSES.get(refusal.cause, "unknown")
-        return result.SandboxDied(
+        return errors.SandboxDied(
             refusal.message, cause=cause, retry_after=refusal.retry_after, started=refusal.started
         )
     kind = _ERRORS[refusal.kind]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pool.core.state import Books, SessionState
+from pool.core.state import PoolState, SessionState
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ OnSessionEnded = Callable[[SessionEnd], object]
 """Called on the pool's loop; it must not wait. What it raises is logged and changes nothing."""
 
 
-def info_of(books: Books, state: SessionState, session_id: str, instance: str, now: float) -> SessionInfo:
+def info_of(pool: PoolState, state: SessionState, session_id: str, instance: str, now: float) -> SessionInfo:
     """A session as ``SandboxPool.sessions`` tells it."""
-    box = books.sandboxes[state.sandbox] if state.sandbox is not None else None
+    box = pool.sandboxes[state.sandbox] if state.sandbox is not None else None
     return SessionInfo(
         *state.key,
         id=session_id,
         generation=f"{instance}-{box.n}" if box is not None else None,
         handles=state.handles,
         running=len(box.running) if box is not None else 0,
-        waiting=sum(1 for waiter in books.waiters.values() if waiter.kind != "cold" and waiter.key == state.key),
-        idle=0.0 if books.in_use(state) else max(0.0, now - state.last_used),
+        waiting=sum(1 for waiter in pool.waiters.values() if waiter.kind != "cold" and waiter.key == state.key),
+        idle=0.0 if pool.in_use(state) else max(0.0, now - state.last_used),
     )

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from executor.engine.docker import CommandLineEngine
 from executor.engine.locate import find_engine
 from executor.engine.protocol import Engine, ImageInfo
+from executor.errors import ImageMissing
 from executor.machine.image import ensure_image
-from executor.result import ImageMissing
 from pool.config.load import Settings
 
 Report = Callable[[str], None]

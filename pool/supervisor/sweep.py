@@ -6,7 +6,7 @@ import anyio
 
 from executor.common.log import get_logger
 from executor.common.threads import in_thread
-from executor.result import EmberpoolError, PoolUnusable
+from executor.errors import EmberpoolError, PoolUnusable
 from pool.config.load import Settings
 from pool.ledger.cleanup import Leftover, look, remove
 from pool.ledger.ledger import Entry, StateDirectory
@@ -27,7 +27,7 @@ REMOVE_PATIENCE = 60.0
 
 class Sweeper:
     """Removes them, or offers them to be taken over (``inherited``). ``users`` are the containers in use and the users of
-    their calls, which it shares with its workshop: what is on offer counts as in use. ``left`` are those that are to be
+    their calls, which it shares with its containers: what is on offer counts as in use. ``left`` are those that are to be
     removed, and the users of their calls. Times are wall clock seconds."""
 
     def __init__(self, settings: Settings, state: StateDirectory, users: dict[str, str], policy: UserPolicy) -> None:

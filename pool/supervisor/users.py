@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from executor.engine.protocol import ImageInfo
-from executor.result import ProfileMismatch
+from executor.errors import ProfileMismatch
 from pool.config.types import UidRange
 
 

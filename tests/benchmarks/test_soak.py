@@ -24,7 +24,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.soak import app
-from benchmarks.soak_books import MOST_TOLD, Books, Oddities, Share, Tally, Wound
+from benchmarks.soak_books import MOST_TOLD, Oddities, PoolState, Share, Tally, Wound
 from benchmarks.soak_judge import LIMITS, Limit, Reading, grown, is_judged, miscounted, misled, unbalanced
 from benchmarks.soak_load import Scale
 from benchmarks.soak_log import LogTap
@@ -32,7 +32,8 @@ from benchmarks.soak_plan import FLOOD, KINDS, Step, kills, probe, sizes, step_o
 from benchmarks.soak_report import as_json, show
 from benchmarks.soak_run import Soak, soaked
 from benchmarks.soak_steps import Left, counted
-from executor.result import CallResult, InvalidCall, PoolExhausted, SandboxDied
+from executor.errors import InvalidCall, PoolExhausted, SandboxDied
+from executor.result import CallResult
 from pool.config.load import Settings
 from tests.benchmarks.test_latency import MACHINE, REPOSITORY, containers, real_engine
 
@@ -114,7 +115,7 @@ def test_errors_are_told_by_reason_cause_and_whether_to_retry_with_the_first_mes
 
 
 def test_a_result_is_ok_failed_or_timed_out_and_marked_for_what_cut_it_short() -> None:
-    books = Books()
+    books = PoolState()
     for it in (
         result(),
         result(3),
@@ -128,7 +129,7 @@ def test_a_result_is_ok_failed_or_timed_out_and_marked_for_what_cut_it_short() -
 
 
 def test_a_session_has_recovered_with_the_first_good_call_in_another_sandbox() -> None:
-    books = Books()
+    books = PoolState()
     books.wound("a", Wound(10.0, "i-1", "docker kill"))
     for late, it in ((10.1, result(generation="i-1")), (10.2, result(3, generation="i-2"))):
         books.answered("a", it, late)
@@ -141,7 +142,7 @@ def test_a_session_has_recovered_with_the_first_good_call_in_another_sandbox() -
 
 
 def test_a_kill_of_what_hurts_already_heals_with_the_first() -> None:
-    books = Books()
+    books = PoolState()
     books.wound("a", Wound(10.0, "i-1", "docker kill"))
     books.wound("a", Wound(11.0, "i-1", "the tool itself"))
     books.answered("a", result(generation="i-2"), 12.0)
@@ -150,7 +151,7 @@ def test_a_kill_of_what_hurts_already_heals_with_the_first() -> None:
 
 
 def test_a_kill_that_found_nothing_or_whose_session_was_closed_is_no_recovery() -> None:
-    books, late = Books(), Wound(10.0, "i-1", "docker kill")
+    books, late = PoolState(), Wound(10.0, "i-1", "docker kill")
     books.wound("a", late)
     books.missed("a", late)
     books.wound("b", Wound(10.0, "i-2", "docker kill"))
@@ -180,7 +181,7 @@ def test_only_the_first_oddities_are_told_and_all_are_counted() -> None:
 
 @pytest.mark.anyio
 async def test_every_way_in_which_a_request_can_end_is_booked_once() -> None:
-    books, tally = Books(), Tally()
+    books, tally = PoolState(), Tally()
 
     async def ends(how: BaseException | None) -> str:
         await anyio.lowlevel.checkpoint()
@@ -202,7 +203,7 @@ async def test_every_way_in_which_a_request_can_end_is_booked_once() -> None:
 
 @pytest.mark.anyio
 async def test_a_request_whose_caller_gives_up_is_booked_as_cancelled_and_stays_cancelled() -> None:
-    books, tally = Books(), Tally()
+    books, tally = PoolState(), Tally()
     with anyio.CancelScope() as scope:
         scope.cancel()
         await counted(books, tally, anyio.sleep_forever)
@@ -273,14 +274,14 @@ def test_two_readings_agree_at_rest_whatever_memory_and_others_do() -> None:
 
 
 def test_the_pools_log_and_the_callers_must_have_counted_the_same_calls() -> None:
-    books = Books()
+    books = PoolState()
     books.calls.accepted = books.calls.cancelled = 3
     assert misled(books, 3, ended_early=False) == []
     assert misled(books, 4, ended_early=False) == ["the pool's log told of 4 calls, and callers made 3"]
 
 
 def test_wrong_answers_strange_ends_and_unhealed_sessions_are_faults() -> None:
-    books = Books()
+    books = PoolState()
     books.wrong.add("python: printed b'1', not b'2'")
     books.strange.add("KeyError: 1")
     books.wound("session-3", Wound(1.0, "i-7", "docker kill"))

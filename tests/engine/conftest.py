@@ -18,7 +18,8 @@ from executor.engine.docker import CommandLineEngine
 from executor.engine.events import EventHub
 from executor.engine.locate import find_engine
 from executor.engine.protocol import EngineInfo, ImageInfo
-from executor.result import CallResult, EmberpoolError
+from executor.errors import EmberpoolError
+from executor.result import CallResult
 from executor.sandbox.cold import ColdSpec, cold_call
 from executor.sandbox.profile import LABEL_POOL, ContainerProfile, Identity
 from executor.sandbox.request import Call

@@ -24,9 +24,9 @@ from executor.engine.docker import CommandLineEngine, Endpoint
 from executor.engine.locate import find_engine
 from executor.engine.paths import ENGINE_HOME, engine_paths
 from executor.engine.protocol import EngineInfo
+from executor.errors import EmberpoolError
 from executor.machine import private_engine
 from executor.machine.daemon import Started, exited, find_daemon
-from executor.result import EmberpoolError
 
 IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "localhost/emberpool-python:2")
 LIMIT = 60.0

@@ -15,7 +15,8 @@ from anyio.abc import TaskGroup
 
 from executor.engine.docker import CommandLineEngine
 from executor.engine.protocol import EngineInfo
-from executor.result import CallResult, EmberpoolError, SandboxDied
+from executor.errors import EmberpoolError, SandboxDied
+from executor.result import CallResult
 from pool.config.load import Settings
 from pool.core.handlers import Phase
 from pool.pool import SandboxPool
@@ -110,7 +111,7 @@ class Scene:
 
     def name(self, generation: str | None) -> str:
         assert generation is not None
-        return self.pool._shop.name(int(generation.rpartition("-")[2]))
+        return self.pool._containers.name(int(generation.rpartition("-")[2]))
 
     @asynccontextmanager
     async def at(
@@ -152,7 +153,7 @@ class Scene:
 
     def _started(self) -> str:
         """The container that a start has made, ``""`` while there is none."""
-        starting = [self.pool._shop.name(box.n) for box in self.pool._state.in_phase(Phase.STARTING)]
+        starting = [self.pool._containers.name(box.n) for box in self.pool._state.in_phase(Phase.STARTING)]
         held = processes(self.docker.binary, "container", "inspect")
         return next((name for name in starting if held), "")
 
@@ -235,7 +236,7 @@ class Scene:
         with suppress(TimeoutError):  # what is wrong then is told by an assertion
             await until(lambda: facts() == wanted)
         assert facts() == wanted
-        names = {self.pool._shop.name(n) for n in self.pool.living()}
+        names = {self.pool._containers.name(n) for n in self.pool.living()}
         assert len(names) == bound + standby
         with suppress(TimeoutError), anyio.fail_after(20.0):
             # What a start that was given up has left is removed by a resync.

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from executor.engine.protocol import ImageInfo
-from executor.result import EmberpoolError, ImageMissing, InvalidCall, ProfileMismatch, SandboxDied
+from executor.errors import EmberpoolError, ImageMissing, InvalidCall, ProfileMismatch, SandboxDied
 from executor.sandbox.profile import LABEL_POOL, Limits
 from executor.sandbox.request import Call
 from pool.config.load import Settings

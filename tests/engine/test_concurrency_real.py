@@ -16,7 +16,7 @@ import anyio
 import pytest
 import structlog
 
-from executor.result import PoolExhausted
+from executor.errors import PoolExhausted
 from pool.core.handlers import Phase
 from pool.pool import SandboxPool
 from pool.session import Session
@@ -72,7 +72,7 @@ async def hand(pool: SandboxPool, daemon: Daemon, dice: random.Random) -> None:
         boxes = pool._state.in_phase(Phase.BOUND) + pool._state.in_phase(Phase.STANDBY)
         if boxes:
             try:
-                await daemon.ask("kill", pool._shop.name(dice.choice(boxes).n))
+                await daemon.ask("kill", pool._containers.name(dice.choice(boxes).n))
             except subprocess.CalledProcessError:
                 continue  # it has just ended by itself
 
@@ -118,8 +118,8 @@ async def test_storm_leaves_balanced_accounts_fair_grants_and_a_pool_at_rest(dae
             wanted = {**NONE_LEFT, "standby": STANDBYS}
             await until(lambda: pool.snapshot()["sandboxes"] == wanted)
             ledger = state_dir / "ledger"
-            await until(lambda: {file.stem for file in ledger.iterdir()} == pool._shop.names)
-            assert set(daemon.containers()) == pool._shop.names
+            await until(lambda: {file.stem for file in ledger.iterdir()} == pool._containers.names)
+            assert set(daemon.containers()) == pool._containers.names
     accounts.check(lines)
     print(accounts.table(), f"sandboxes given to who waited: {judge.grants}", sep="\n")  # noqa: T201
     # How many there are of each is the machine's affair.

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.result import EngineUnavailable
+from executor.errors import EngineUnavailable
 from executor.sandbox import runners, sandbox
 from pool.session import Session
 from tests.engine.faulty import Daemon, Recovery, until

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.result import EngineUnavailable, SandboxDied
+from executor.errors import EngineUnavailable, SandboxDied
 from executor.sandbox import cold, kill
 from pool.pool import SandboxPool
 from tests.engine.faulty import Daemon, Recovery, until

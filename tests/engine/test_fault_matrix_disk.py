@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.result import EngineUnavailable, FileFailed, PoolUnusable
+from executor.errors import EngineUnavailable, FileFailed, PoolUnusable
 from pool.session import Session
 from tests.engine.faulty import Daemon, Recovery, disk, full, until
 from tests.engine.scene import Hit, pool_settings, staged

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.result import EngineUnavailable
+from executor.errors import EngineUnavailable
 from pool.session import Session
 from tests.engine.faulty import Daemon, Recovery, until
 from tests.engine.scene import MOMENTS, pool_settings, staged

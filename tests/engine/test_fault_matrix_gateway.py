@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
-from executor.result import PoolUnusable
+from executor.errors import PoolUnusable
 from pool.config.load import Settings
 from pool.pool import SandboxPool
-from pool.supervisor import containers as workshop
+from pool.supervisor import containers as manager
 from tests.engine.faulty import LIMIT, Daemon, Recovery, until
 from tests.engine.scene import HAS_STATE, MOMENTS, pool_settings, staged
 from tests.engine.steered import processes
@@ -102,7 +102,7 @@ async def test_gateway_that_is_killed_is_cleaned_up_after_by_the_next(
         rest = {"starting": 0, "standby": 2, "bound": 1, "stopping": 0}
         await until(lambda: pool.snapshot()["sandboxes"] == rest)
         ours = {name: key for state in ("bound", "standby") for name, key in entries(state_dir, state).items()}
-        ours = {name: key for name, key in ours.items() if name in pool._shop.names}
+        ours = {name: key for name, key in ours.items() if name in pool._containers.names}
         assert not set(bound) & set(ours), "somebody's sandbox was given to another"
         assert all(standby[name] for name in set(standby) & set(ours)), "what never came up was taken over"
         # The dead gateway's clients live on, and one may still be having its container made.
@@ -136,7 +136,7 @@ async def live_and_suffer(daemon: Daemon, settings: Settings) -> None:
         session = await pool.acquire("agent", "other")
         assert (await session.call(code=HAS_STATE)).stdout == b"False\n"
         lost = session.generation
-        daemon.docker("kill", *(pool._shop.name(n) for n in pool.living()))
+        daemon.docker("kill", *(pool._containers.name(n) for n in pool.living()))
         await until(lambda: session.generation not in (None, lost))
 
 
@@ -163,7 +163,7 @@ async def test_wall_clock_that_jumps_a_day_changes_nothing(
     daemon: Daemon, state_dir: Path, recoveries: list[Recovery], monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
     async with staged(f"the wall clock jumps {jump:+.0f} s", daemon, recoveries, pool_settings(state_dir)) as scene:
-        monkeypatch.setattr(workshop, "time", SimpleNamespace(time=lambda: time.time() + jump))
+        monkeypatch.setattr(manager, "time", SimpleNamespace(time=lambda: time.time() + jump))
         scene.docker.rule("ps", "slow")
         for moment in ("idle", "busy"):
             looks = scene.docker.met().count("ps")

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.result import EmberpoolError, ImageMissing
+from executor.errors import EmberpoolError, ImageMissing
 from pool.session import Session
 from tests.engine.faulty import IMAGE, Daemon, Recovery, until
 from tests.engine.scene import Hit, Scene, pool_settings, staged

@@ -23,8 +23,9 @@ from executor.engine.docker import CommandLineEngine
 from executor.engine.locate import find_engine
 from executor.engine.paths import ENGINE_HOME, engine_paths
 from executor.engine.protocol import Engine, ImageInfo
+from executor.errors import EmberpoolError, EngineUnavailable, ImageMissing, SandboxDied
 from executor.machine import private_engine
-from executor.result import CallResult, EmberpoolError, EngineUnavailable, ImageMissing, SandboxDied
+from executor.result import CallResult
 from executor.sandbox.profile import LABEL_POOL
 from pool.config.load import Settings
 from pool.pool import SandboxPool

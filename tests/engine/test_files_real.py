@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from executor.result import FileFailed, InvalidCall, SessionClosed, StateLost
+from executor.errors import FileFailed, InvalidCall, SessionClosed, StateLost
 from executor.sandbox import files
 from pool.config.load import CallSettings, Settings
 from pool.config.tools import AgentCall, AgentOverrides

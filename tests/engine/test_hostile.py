@@ -8,7 +8,7 @@ import signal
 import anyio
 import pytest
 
-from executor.result import SandboxDied
+from executor.errors import SandboxDied
 from executor.sandbox.profile import Limits
 from executor.sandbox.request import Call
 from executor.sandbox.runner_client import ArmedRunner

@@ -20,7 +20,7 @@ import structlog
 
 from executor.engine.docker import CommandLineEngine
 from executor.engine.locate import find_engine
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from executor.sandbox.profile import LABEL_KIND, LABEL_POOL
 from pool.config.load import Settings
 from pool.ledger.cleanup import clean, examine, survey
@@ -177,7 +177,7 @@ async def test_a_start_right_after_the_kill_has_its_standbys_whatever_it_finds(
     async with SandboxPool(settings) as pool:
         await full(pool)
         rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"])}
-        assert rows == set(entries(settings.pool.state_dir)) == pool._shop.names
+        assert rows == set(entries(settings.pool.state_dir)) == pool._containers.names
         session = await pool.acquire("agent", "session")
         assert (await session.call(code="print(1)")).ok
 
@@ -193,7 +193,7 @@ async def test_a_standby_with_a_process_inside_is_replaced(engine: CommandLineEn
     async with SandboxPool(settings) as pool:
         await full(pool)
         assert touched not in {row.name for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"])}
-        assert set(standbys) - {touched} < pool._shop.names
+        assert set(standbys) - {touched} < pool._containers.names
 
 
 async def test_standbys_of_other_settings_are_replaced(engine: CommandLineEngine, settings: Settings) -> None:
@@ -202,9 +202,9 @@ async def test_standbys_of_other_settings_are_replaced(engine: CommandLineEngine
     less = settings.model_copy(update={"sandbox": settings.sandbox.model_copy(update={"pids": 96})})
     async with SandboxPool(less) as pool:
         await full(pool)
-        assert not pool._shop.names & set(standbys)
+        assert not pool._containers.names & set(standbys)
         rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"])}
-        assert rows == pool._shop.names
+        assert rows == pool._containers.names
 
 
 # --- what nobody touches ----------------------------------------------------------------------------------------------
@@ -221,8 +221,8 @@ async def test_a_container_with_our_labels_that_the_ledger_does_not_name_is_left
         session = await pool.acquire("agent", "session")
         assert (await session.call(code="print(1)")).ok
         await full(pool)
-        await pool._shop.sweep()
-        assert len(pool._shop.names) == 3
+        await pool._containers.sweep()
+        assert len(pool._containers.names) == 3
 
 
 async def test_a_start_whose_name_is_taken_touches_nothing_and_the_next_has_another(
@@ -230,7 +230,7 @@ async def test_a_start_whose_name_is_taken_touches_nothing_and_the_next_has_anot
 ) -> None:
     async with SandboxPool(engine_settings) as pool:
         await until(lambda: pool.snapshot()["engine"] == "up")
-        name = pool._shop.name(1)
+        name = pool._containers.name(1)
         await foreign(name)
         with structlog.testing.capture_logs() as logs:
             session = await pool.acquire("agent", "session")
@@ -250,10 +250,10 @@ async def test_two_pools_of_one_name_with_two_directories_live_side_by_side(
             assert (await session.call(code="print(1)")).ok
             await full(pool)
         for pool in (first, second):
-            await pool._shop.sweep()
+            await pool._containers.sweep()
             rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"])}
-            assert rows == pool._shop.names == set(entries(pool.settings.pool.state_dir))
-        assert not first._shop.names & second._shop.names
+            assert rows == pool._containers.names == set(entries(pool.settings.pool.state_dir))
+        assert not first._containers.names & second._containers.names
     assert await engine.list(LABEL_POOL, second._directory.pool_id) == []
 
 
@@ -369,7 +369,7 @@ async def test_cleanup_leaves_a_live_pool_alone_and_says_whose_it_is(
         done = await anyio.to_thread.run_sync(cleanup, settings)
         assert done.returncode == 1
         assert f"in use by a live pool (pid {os.getpid()}, since " in done.stdout
-        assert {row.name for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"])} == pool._shop.names
+        assert {row.name for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"])} == pool._containers.names
 
 
 async def test_cleanup_without_an_engine_removes_nothing(

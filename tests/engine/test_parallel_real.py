@@ -8,7 +8,8 @@ from functools import partial
 import anyio
 import pytest
 
-from executor.result import CallResult, SandboxDied
+from executor.errors import SandboxDied
+from executor.result import CallResult
 from executor.sandbox.request import Call
 from executor.sandbox.runner_client import RunnerState
 from executor.sandbox.sandbox import Sandbox

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.result import InvalidCall, ProfileMismatch
+from executor.errors import InvalidCall, ProfileMismatch
 from pool.config.load import Settings
 from pool.pool import SandboxPool
 from tests.support.tools import changed

@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.result import FileFailed, InvalidCall, SandboxDied
+from executor.errors import FileFailed, InvalidCall, SandboxDied
 from executor.sandbox import files
 from executor.sandbox.profile import Limits
 from executor.sandbox.request import Call

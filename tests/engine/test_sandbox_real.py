@@ -14,7 +14,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.result import EngineFailed, InvalidCall, ProfileMismatch, SandboxDied
+from executor.errors import EngineFailed, InvalidCall, ProfileMismatch, SandboxDied
 from executor.sandbox.profile import PROXY_VARIABLES, ContainerProfile, Limits
 from executor.sandbox.request import Call
 from executor.sandbox.sandbox import start_sandbox

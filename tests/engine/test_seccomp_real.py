@@ -13,7 +13,8 @@ import anyio
 import pytest
 
 from executor.engine.paths import engine_paths
-from executor.result import CallResult, ProfileMismatch
+from executor.errors import ProfileMismatch
+from executor.result import CallResult
 from executor.sandbox import profile, verify
 from executor.sandbox.request import Call
 from executor.sandbox.seccomp import allowed, beyond, strict_profile

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.result import CallResult, InvalidCall, SessionClosed
+from executor.errors import InvalidCall, SessionClosed
+from executor.result import CallResult
 from executor.sandbox import files
 from executor.sandbox.request import Call
 from executor.sandbox.stream import WINDOW, CallStream, Output

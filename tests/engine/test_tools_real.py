@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.result import EmberpoolError, InvalidCall, SandboxDied
+from executor.errors import EmberpoolError, InvalidCall, SandboxDied
 from executor.staging import source
 from executor.staging.versions import StagingFailed
 from executor.tool import ToolResult

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from executor.engine.protocol import ImageInfo
-from executor.result import EmberpoolError, ImageUnfit, InvalidCall
+from executor.errors import EmberpoolError, ImageUnfit, InvalidCall
 from executor.sandbox.cold import ColdSpec, has_python
 from executor.sandbox.profile import ContainerProfile
 from executor.sandbox.request import Call

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.engine.attached import PROVED
-from executor.result import CallResult, InvalidCall
+from executor.errors import InvalidCall
+from executor.result import CallResult
 from executor.sandbox.request import Call
 from executor.tool import MAX_ERROR, Tool, ToolResult, encode_arguments, tool_code, tool_result
 

@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from executor.result import EmberpoolError
+from executor.errors import EmberpoolError
 from pool.pool import SandboxPool
 from pool.session import Session
 from tests.support.pools import assert_balanced, assert_closed, running, settings_of, until

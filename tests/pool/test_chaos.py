@@ -9,7 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.result import CallResult, EmberpoolError, EngineFailed
+from executor.errors import EmberpoolError, EngineFailed
+from executor.result import CallResult
 from executor.sandbox.wire import CLEAN, encode
 from pool.pool import SandboxPool
 from tests.support.core import check_invariants

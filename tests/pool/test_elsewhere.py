@@ -22,7 +22,7 @@ import pytest
 import trio
 
 from executor.common.locks import try_lock
-from executor.result import PoolClosed, PoolUnusable
+from executor.errors import PoolClosed, PoolUnusable
 from executor.tool import Tool
 from pool.ledger.ledger import StateDirectory
 from pool.ledger.private_files import StateLocked

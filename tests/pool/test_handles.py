@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.result import QuotaExceeded
+from executor.errors import QuotaExceeded
 from pool.session import Session
 from tests.support.pools import LATENCY, outcome, running, settings_of, virtual_backend, wall_clock_follows
 from tests.support.scripted import ScriptedEngine

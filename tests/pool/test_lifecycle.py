@@ -14,7 +14,7 @@ import anyio.to_thread
 import pytest
 import trio
 
-from executor.result import (
+from executor.errors import (
     EngineUnavailable,
     ImageMissing,
     PoolClosed,

@@ -21,7 +21,7 @@ import executor
 import pool as pool_package
 from executor.common.log import lost_lines
 from executor.engine.protocol import Engine, ImageInfo
-from executor.result import EngineFailed, PoolUnusable
+from executor.errors import EngineFailed, PoolUnusable
 from executor.sandbox.profile import LABEL_POOL
 from pool.ledger import private_files
 from pool.ledger.ledger import Entry, StateDirectory
@@ -194,9 +194,9 @@ async def engine_trouble(stage: Stage) -> None:
 
 async def name_taken(stage: Stage) -> None:
     async with stage.pool() as pool:
-        stage.engine.foreign(pool._shop.name(1))
+        stage.engine.foreign(pool._containers.name(1))
         session = await pool.acquire("agent", "session")
-        del stage.engine.boxes[pool._shop.name(1)]
+        del stage.engine.boxes[pool._containers.name(1)]
         await session.close()
 
 
@@ -287,7 +287,7 @@ async def no_python(stage: Stage) -> None:
         await outcome(lambda: session.call(["kill 9"]))
         await anyio.sleep(10)
         stage.engine.python = True
-        pool._shop._python.clear()
+        pool._containers._python.clear()
         await session.close()
 
 

@@ -14,9 +14,9 @@ import structlog.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.engine.attached import PROVED, REFUSED
 from executor.common.locks import HeldLock
-from executor.result import (
+from executor.engine.attached import PROVED, REFUSED
+from executor.errors import (
     ImageUnfit,
     InvalidCall,
     PoolClosed,

@@ -7,7 +7,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.result import CallResult, EmberpoolError, InvalidCall, SandboxDied, SessionBusy, SessionClosed, StateLost
+from executor.errors import EmberpoolError, InvalidCall, SandboxDied, SessionBusy, SessionClosed, StateLost
+from executor.result import CallResult
 from executor.sandbox.stream import WINDOW, CallStream, Output
 from pool.session import Session
 from tests.support.pools import assert_balanced, running, settings_of, virtual_backend

@@ -11,8 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.result import (
-    CallResult,
+from executor.errors import (
     EmberpoolError,
     EngineFailed,
     EngineUnavailable,
@@ -24,6 +23,7 @@ from executor.result import (
     SandboxDied,
     StateLost,
 )
+from executor.result import CallResult
 from pool.pool import SandboxPool
 from pool.session import Session
 from pool.supervisor import containers
@@ -607,9 +607,9 @@ async def test_a_start_whose_name_is_taken_leaves_the_other_container_alone(
 ) -> None:
     async with SandboxPool(settings_of(state_dir), find=engine.find) as pool:
         await anyio.sleep(1)
-        other = engine.foreign(pool._shop.name(1))
+        other = engine.foreign(pool._containers.name(1))
         session = await pool.acquire("agent", "session")
-        assert session.generation == f"{pool._shop.instance}-2"
+        assert session.generation == f"{pool._containers.instance}-2"
     assert list(engine.boxes.values()) == [other]
     assert list((state_dir / "ledger").iterdir()) == []
 
@@ -700,7 +700,7 @@ async def test_a_cold_call_whose_name_is_taken_leaves_the_other_container_alone(
 ) -> None:
     async with SandboxPool(settings_of(state_dir, resync_interval=5), find=engine.find) as pool:
         await anyio.sleep(1)
-        other = engine.foreign(pool._shop.name(0)[:-1] + "c1")
+        other = engine.foreign(pool._containers.name(0)[:-1] + "c1")
         assert isinstance(await outcome(lambda: pool.call_cold(code="echo x")), EngineFailed)
         assert (await pool.call_cold(code="echo x")).ok
         await anyio.sleep(10)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from executor.result import EmberpoolError, InvalidCall, ProfileMismatch
+from executor.errors import EmberpoolError, InvalidCall, ProfileMismatch
 from pool.config.load import Settings
 from pool.privileged import Privileged
 from tests.support.pools import outcome, running, settings_of
@@ -54,7 +54,7 @@ async def run_words(engine: ScriptedEngine, settings: Settings, act: Act) -> tup
             # A scripted engine runs steps, not programs: here they do not matter.
             return await real(type(call)(code="echo ran", cwd=call.cwd, timeout=call.timeout), setting)
 
-        real, pool._shop.cold = pool._shop.cold, kept  # type: ignore[method-assign]
+        real, pool._containers.cold = pool._containers.cold, kept  # type: ignore[method-assign]
         await act(pool.privileged)
     (words,) = engine.started
     (call,) = calls

@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.result import InvalidCall, PoolClosed, PoolExhausted
+from executor.errors import InvalidCall, PoolClosed, PoolExhausted
 from pool.config.load import ConfigError, Settings
 from pool.pool import SandboxPool
 from tests.support.pools import LATENCY, count, outcome, running, settings_of, until, virtual_backend

@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.result import PoolClosed, SessionClosed
+from executor.errors import PoolClosed, SessionClosed
 from executor.sandbox.runner_client import RunnerState
 from pool.config.load import Settings
 from pool.pool import SandboxPool
@@ -50,7 +50,7 @@ async def test_ready_returns_once_the_next_runner_is_armed(engine_settings: Sett
         session = await pool.acquire("agent", "a")
         for _ in range(2):
             await session.call(code="print(1)")
-            runners = next(iter(pool._shop.sandboxes.values()))._runners
+            runners = next(iter(pool._containers.sandboxes.values()))._runners
             assert runners is not None
             before = runners._lanes[0]
             await session.ready()

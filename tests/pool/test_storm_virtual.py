@@ -17,7 +17,7 @@ import pytest
 import structlog
 import trio._core._run as scheduler
 
-from executor.result import SandboxDied
+from executor.errors import SandboxDied
 from pool.config.load import Settings
 from pool.core import events as ev
 from pool.pool import SandboxPool
@@ -203,4 +203,4 @@ def at_rest(pool: SandboxPool, engine: ScriptedEngine) -> bool:
     if now["sandboxes"] != {"starting": 0, "standby": 2, "bound": 0, "stopping": 0} or now["sessions"]:
         return False
     named = {file.stem for file in (pool.settings.pool.state_dir / "ledger").iterdir()}
-    return named == set(engine.boxes) == pool._shop.names
+    return named == set(engine.boxes) == pool._containers.names

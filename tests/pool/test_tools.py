@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from executor.engine.protocol import Engine, EngineInfo
-from executor.result import (
+from executor.errors import (
     EmberpoolError,
     EngineUnavailable,
     ImageMissing,

@@ -11,8 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from executor.engine.protocol import Engine, ImageInfo
-from executor.result import (
-    CallResult,
+from executor.errors import (
     EmberpoolError,
     EngineFailed,
     EngineUnavailable,
@@ -23,6 +22,7 @@ from executor.result import (
     SandboxDied,
     SessionBusy,
 )
+from executor.result import CallResult
 from executor.staging.versions import StagingFailed
 from executor.tool import Tool, ToolResult
 from pool.config.load import Settings

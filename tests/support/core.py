@@ -6,7 +6,7 @@ import math
 from typing import TypeVar
 
 from pool.core import events as ev
-from pool.core.handlers import Phase, PoolState
+from pool.core.handlers import Phase, StateMachine
 from pool.core.plan import wake_at
 from pool.core.state import SandboxState, SessionState
 
@@ -26,18 +26,18 @@ RETRYABLE_AFTER = {
 RETRYABLE = RETRYABLE_AFTER | {ev.RefusalKind.SESSION_BUSY, ev.RefusalKind.SANDBOX_DIED}
 
 
-def recent_deaths(state: PoolState, session: SessionState, now: float) -> int:
+def recent_deaths(state: StateMachine, session: SessionState, now: float) -> int:
     return sum(1 for death in session.deaths if now < death + state.policy.restart_window)
 
 
-def may_have_one(state: PoolState, session: SessionState, now: float) -> bool:
+def may_have_one(state: StateMachine, session: SessionState, now: float) -> bool:
     """Whether this session wants a sandbox and may be given one now."""
     waits = any(w.kind != "cold" and w.key == session.key for w in state.waiters.values())
     wants = session.sandbox is None and (waits or (session.restarting and session.handles > 0))
     return wants and now >= session.not_before and recent_deaths(state, session, now) <= state.policy.restart_limit
 
 
-def check_invariants(state: PoolState, now: float) -> None:
+def check_invariants(state: StateMachine, now: float) -> None:
     """Assert what holds after every ``step`` at ``now``, whatever the events were."""
     boxes, sessions, waiters, policy = state.sandboxes, state.sessions, state.waiters, state.policy
     for box in boxes.values():
@@ -77,7 +77,7 @@ def check_invariants(state: PoolState, now: float) -> None:
         assert starting >= min(wanted, 1, places), "after a failure one trial at a time, once its backoff has passed"
 
 
-def _check_binds(state: PoolState, standing: int, claims: int, now: float) -> None:
+def _check_binds(state: StateMachine, standing: int, claims: int, now: float) -> None:
     """No waiter waits while a standby is free; after a failed bind one bind at a time is tried, after its backoff."""
     binds = state.health.binds
     recording = sum(1 for box in state.in_phase(Phase.BOUND) if not box.recorded)
@@ -87,7 +87,7 @@ def _check_binds(state: PoolState, standing: int, claims: int, now: float) -> No
     assert now < binds.retry_at or recording, "the trial of a bind is due"
 
 
-def _check_sandbox(state: PoolState, box: SandboxState) -> None:
+def _check_sandbox(state: StateMachine, box: SandboxState) -> None:
     if box.phase is Phase.BOUND:
         assert box.session is not None
         assert state.sessions[box.session].sandbox == box.n
@@ -98,7 +98,7 @@ def _check_sandbox(state: PoolState, box: SandboxState) -> None:
         assert not box.running
 
 
-def _check_service(state: PoolState, now: float) -> None:
+def _check_service(state: StateMachine, now: float) -> None:
     """No waiter is left waiting for what is there, or for what cannot come."""
     health = state.health
     refusing = health.down is not None and not health.reachable
@@ -120,10 +120,10 @@ def _check_service(state: PoolState, now: float) -> None:
 
 
 class Core:
-    """A ``PoolState`` with a clock that only the test moves; the invariants are checked after every step."""
+    """A ``StateMachine`` with a clock that only the test moves; the invariants are checked after every step."""
 
     def __init__(self, policy: ev.Policy, *, reachable: bool = True, now: float = 0.0) -> None:
-        self.state, self.now, self._ids = PoolState(policy), now, 0
+        self.state, self.now, self._ids = StateMachine(policy), now, 0
         self.effects: list[ev.Effect] = []
         if reachable:
             self.feed(ev.EngineUp())

@@ -96,5 +96,5 @@ def assert_closed(pool: SandboxPool, engine: ScriptedEngine) -> None:
             assert json.loads(file.read_text())["container"] == ""
         assert {place.name for place in (path / "staging").iterdir()} <= engine.untold.keys()
     assert pool._state.sandboxes == {}
-    assert pool._shop.names == set()
+    assert pool._containers.names == set()
     assert pool._hub.names() == []

@@ -20,7 +20,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from executor.engine.attached import PROVED, REFUSED
 from executor.engine.protocol import Channel, ContainerGone, EngineEvent, EngineInfo, ImageInfo, Listed, NameTaken
-from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing
+from executor.errors import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing
 from executor.sandbox.cold import PYTHON_MARK, PYTHON_PROBE
 from executor.sandbox.request import LOADER
 from executor.sandbox.seccomp import WITNESS_ERRNO

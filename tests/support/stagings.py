@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from executor.result import EmberpoolError, InvalidCall
+from executor.errors import EmberpoolError, InvalidCall
 from executor.staging.versions import Fingerprints, StageLimits, Staging
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import anyio
 
-from executor.result import CallResult, EmberpoolError
+from executor.errors import EmberpoolError
+from executor.result import CallResult
 from pool.core import events as ev
 from pool.pool import SandboxPool
 from pool.session import Session

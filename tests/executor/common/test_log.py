@@ -22,7 +22,7 @@ PROGRAM = """
 import sys, tempfile
 from pathlib import Path
 import anyio
-from executor.result import EngineUnavailable
+from executor.errors import EngineUnavailable
 from pool.pool import SandboxPool
 from tests.pools import settings_of
 from tests.scripted import ScriptedEngine

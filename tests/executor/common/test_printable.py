@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import CapturingLogger
 
-from executor import result
+from executor import errors
 from executor.common.printable import printable
-from executor.result import EmberpoolError, SandboxDied
+from executor.errors import EmberpoolError, SandboxDied
 from pool import logs
 
 KEPT = {"\n", "\t"}
@@ -81,7 +81,7 @@ def test_it_is_one_printable_line_and_done_twice_is_done_once(said: str | bytes)
     assert printable(text) == text
 
 
-@pytest.mark.parametrize("kind", [value for value in vars(result).values() if isinstance(value, type) and issubclass(value, EmberpoolError)])  # fmt: skip
+@pytest.mark.parametrize("kind", [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, EmberpoolError)])  # fmt: skip
 def test_every_error_says_what_it_says_in_one_printable_line(kind: type[EmberpoolError]) -> None:
     message = "it leads to /tmp/\x1b]0;owned\x07\nerror: all is well\r\u202e\udcff"
     error = kind(message, cause="killed") if issubclass(kind, SandboxDied) else kind(message)

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from executor.engine.docker import classify, parse_event
 from executor.engine.protocol import ContainerGone, NameTaken
-from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing, ImageUnfit, ProfileMismatch
+from executor.errors import (
+    EmberpoolError,
+    EngineFailed,
+    EngineUnavailable,
+    ImageMissing,
+    ImageUnfit,
+    ProfileMismatch,
+)
 from tests.support import DATA
 
 ERRORS: dict[str, dict[str, tuple[int, str]]] = json.loads((DATA / "engine_errors.json").read_text())

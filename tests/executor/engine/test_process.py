@@ -19,7 +19,7 @@ from executor.engine import pidfd
 from executor.engine.channel import PipeChannel, StreamChannel, attached
 from executor.engine.process import Capped, Ends, client, client_environment, run
 from executor.engine.protocol import Channel
-from executor.result import EngineFailed, EngineUnavailable
+from executor.errors import EngineFailed, EngineUnavailable
 
 pytestmark = [
     pytest.mark.anyio,
@@ -114,7 +114,7 @@ async def test_client_has_its_descriptors_closed_behind_it() -> None:
 UNHEEDED = """
 import sys, threading, anyio
 from executor.process import client_environment, run
-from executor.result import EngineUnavailable
+from executor.errors import EngineUnavailable
 
 async def main():
     return (await run(["sh", "-c", "exit 3"], client_environment(), timeout=30)).code

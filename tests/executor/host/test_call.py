@@ -19,10 +19,11 @@ from structlog.testing import capture_logs
 
 from executor import inside
 from executor.common import proc
+from executor.errors import EngineFailed, InvalidCall, ProfileMismatch
 from executor.host import call as host
 from executor.host import process
 from executor.host.call import HostLimits, host_call
-from executor.result import CallResult, EngineFailed, InvalidCall, ProfileMismatch
+from executor.result import CallResult
 from executor.sandbox.request import Call
 from executor.tool import Tool, encode_arguments, tool_code, tool_result
 

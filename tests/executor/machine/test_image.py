@@ -14,11 +14,11 @@ import pytest
 
 from executor.engine.docker import CommandLineEngine, Endpoint
 from executor.engine.locate import find_engine
+from executor.errors import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing
 from executor.machine import image
 from executor.machine.debian import Report
 from executor.machine.image import DEFAULT_IMAGE, PUBLIC_IMAGE, ensure_image
 from executor.machine.rootfs import CHANGES
-from executor.result import EmberpoolError, EngineFailed, EngineUnavailable, ImageMissing
 
 pytestmark = pytest.mark.anyio
 

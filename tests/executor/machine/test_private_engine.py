@@ -14,10 +14,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from executor.engine.paths import engine_paths
-from executor.machine import daemon, debian, private_engine
 from executor.common.locks import holders, try_lock
-from executor.result import EngineFailed, EngineUnavailable
+from executor.engine.paths import engine_paths
+from executor.errors import EngineFailed, EngineUnavailable
+from executor.machine import daemon, debian, private_engine
 
 pytestmark = pytest.mark.anyio
 

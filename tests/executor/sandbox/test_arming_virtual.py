@@ -185,7 +185,7 @@ async def test_sandbox_that_is_let_go_while_its_engine_is_away_waits_for_nothing
 ) -> None:
     async with SandboxPool(settings_of(state_dir, drain_timeout=1), find=engine.find) as pool:
         session = await pool.acquire("agent", "session")
-        box = pool._shop.sandboxes[1]
+        box = pool._containers.sandboxes[1]
         engine.down()
         await anyio.sleep(10)
         await session.close()

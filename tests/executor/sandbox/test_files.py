@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.result import CallResult, EmberpoolError, FileFailed, InvalidCall
+from executor.errors import EmberpoolError, FileFailed, InvalidCall
+from executor.result import CallResult
 from executor.sandbox import files
 from executor.sandbox.files import FileInfo
 

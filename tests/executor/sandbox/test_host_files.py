@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.result import ProfileMismatch
+from executor.errors import ProfileMismatch
 from executor.sandbox.host_files import require_host_files
 from executor.sandbox.profile import ContainerProfile
 from pool.pool import SandboxPool

@@ -9,7 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.result import CallResult, EngineFailed, SandboxDied
+from executor.errors import EngineFailed, SandboxDied
+from executor.result import CallResult
 from executor.sandbox import wire
 from executor.sandbox.kill import KILL_PATIENCE
 from executor.sandbox.runners import ANSWER_PATIENCE

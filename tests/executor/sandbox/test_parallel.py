@@ -11,7 +11,8 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.result import CallResult, SandboxDied, SessionClosed
+from executor.errors import SandboxDied, SessionClosed
+from executor.result import CallResult
 from executor.sandbox import wire
 from executor.sandbox.request import Call
 from executor.sandbox.sandbox import Sandbox

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.engine.attached import PROVED, REFUSED
-from executor.result import EngineUnavailable, InvalidCall
+from executor.errors import EngineUnavailable, InvalidCall
 from executor.sandbox.profile import CALL_ENV
 from executor.sandbox.request import (
     DEFAULT_PATH,

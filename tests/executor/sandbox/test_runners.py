@@ -13,8 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from executor.engine.protocol import Channel
-from executor.result import (
-    CallResult,
+from executor.errors import (
     EmberpoolError,
     EngineFailed,
     EngineUnavailable,
@@ -23,6 +22,7 @@ from executor.result import (
     SandboxDied,
     SessionBusy,
 )
+from executor.result import CallResult
 from executor.sandbox import wire
 from executor.sandbox.request import Call
 from executor.sandbox.runner_client import SEND_TIMEOUT, WINDOW, ArmedRunner, RunnerConfig, RunnerState

@@ -5,7 +5,8 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from executor.result import CallResult, EngineUnavailable, SandboxDied
+from executor.errors import EngineUnavailable, SandboxDied
+from executor.result import CallResult
 from executor.sandbox import wire
 from executor.sandbox.request import Call
 from executor.sandbox.stream import STEP, WINDOW, CallStream, Output, Sink

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from executor.result import InvalidCall
+from executor.errors import InvalidCall
 from executor.sandbox.request import Call
 from pool.config.load import Settings
 from pool.supervisor.calls import checked_call

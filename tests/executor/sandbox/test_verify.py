@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.engine.protocol import ImageInfo
-from executor.result import ProfileMismatch
+from executor.errors import ProfileMismatch
 from executor.sandbox.profile import ContainerProfile, Limits
 from executor.sandbox.seccomp import STRICT_PROFILE, WITNESS_ERRNO, strict_profile
 from executor.sandbox.verify import INSIDE_FILES, Finding, check_inside, check_inspect, mount_facts, probe_argv, require

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.result import InvalidCall
+from executor.errors import InvalidCall
 from executor.staging import source as staging_source
 from executor.staging.versions import StagingFailed, resolve_tool_dir
 from tests.support.stagings import Site, fails, once, reads, tree

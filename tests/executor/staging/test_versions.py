@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.result import EmberpoolError, InvalidCall
+from executor.errors import EmberpoolError, InvalidCall
 from executor.staging import fingerprints
 from executor.staging.versions import Staging, StagingFailed
 from tests.support.stagings import Site, fails, once, reads, tree

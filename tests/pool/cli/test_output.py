@@ -13,7 +13,7 @@ import typer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from executor.result import ImageMissing
+from executor.errors import ImageMissing
 from pool.cli import doctor
 from pool.cli import tool as cli_tool
 from pool.cli.errors import told

@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from typer.testing import CliRunner, Result
 
 from executor.engine.locate import find_engine
-from executor.result import EngineUnavailable
+from executor.errors import EngineUnavailable
 from executor.sandbox.profile import LABEL_POOL
 from pool.cli import tool
 from pool.cli.tool import launch_check, tool_app

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.result import InvalidCall
+from executor.errors import InvalidCall
 from pool.config import descriptors
 from pool.config.load import ConfigError, Settings, check_host
 from pool.pool import SandboxPool

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RULE_MARKER, RuleBasedStateMachine, initialize, precondition, rule
 
 from pool.core import events as ev
-from pool.core.handlers import Phase, PoolState
+from pool.core.handlers import Phase, StateMachine
 from pool.core.plan import wake_at
 from pool.core.state import STOPS_TO_DOUBT
 from tests.support.core import (
@@ -97,7 +97,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(policy=policies, up=st.sampled_from([True, True, True, False]))
     def begin(self, policy: ev.Policy, up: bool) -> None:
-        self.state, self.twin = PoolState(policy), PoolState(policy)
+        self.state, self.twin = StateMachine(policy), StateMachine(policy)
         self.feed(ev.EngineUp() if up else ev.Tick())
 
     # --- the oracle ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import pool
 from pool.core import events as ev
 from pool.core.events import Policy
-from pool.core.state import Books, SandboxState
+from pool.core.state import PoolState, SandboxState
 from pool.core.transitions import TABLE, Phase, Trigger, follow
 from scripts.diagram import DOCUMENT, redrawn
 from tests.support.core import UNREACHABLE, UNUSABLE, Core
@@ -128,13 +128,13 @@ LIVES: dict[Row, Callable[[], object]] = {
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0].value if row[0] else 'absent'}-{row[1].value}")
 def test_every_row_of_the_table_is_lived(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     lived: set[Row] = set()
-    move = Books.move
+    move = PoolState.move
 
-    def note(books: Books, box: SandboxState, trigger: Trigger, now: float) -> None:
+    def note(state: PoolState, box: SandboxState, trigger: Trigger, now: float) -> None:
         lived.add((box.phase, trigger))
-        move(books, box, trigger, now)
+        move(state, box, trigger, now)
 
-    monkeypatch.setattr(Books, "move", note)
+    monkeypatch.setattr(PoolState, "move", note)
     LIVES[row]()
     assert row in lived
 
@@ -147,17 +147,17 @@ def test_every_phase_and_every_trigger_is_in_the_table() -> None:
 @pytest.mark.parametrize("phase", [*Phase, None])
 @pytest.mark.parametrize("trigger", Trigger)
 def test_what_the_table_lacks_cannot_happen(phase: Phase | None, trigger: Trigger) -> None:
-    books, box = Books(BARE), SandboxState(1, phase)
+    state, box = PoolState(BARE), SandboxState(1, phase)
     if (phase, trigger) in TABLE:
         assert follow(phase, trigger) is TABLE[phase, trigger]
         return
     with pytest.raises(LookupError, match=r"add the row to pool/transitions\.py"):
-        books.move(box, trigger, 1.0)
-    assert (box.phase, books.sandboxes) == (phase, {})
+        state.move(box, trigger, 1.0)
+    assert (box.phase, state.sandboxes) == (phase, {})
 
 
 def _writes(tree: ast.AST) -> list[str]:
-    """What in ``tree`` sets a phase, or puts a sandbox into the books or takes it out of them."""
+    """What in ``tree`` sets a phase, or puts a sandbox into the state or takes it out of them."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "phase" and not isinstance(node.ctx, ast.Load):
@@ -173,12 +173,12 @@ def _writes(tree: ast.AST) -> list[str]:
 
 def test_only_one_place_moves_a_sandbox() -> None:
     found = {}
-    for name in ("state", "planning", "books"):
+    for name in ("state", "planning", "state"):
         tree = ast.parse((Path(pool.__file__).parent / f"{name}.py").read_text("utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (writes := _writes(node)):
                 found[f"{name}.{node.name}"] = writes
-    assert found == {"books.move": ["box.phase", "self.sandboxes[box.n]", "self.sandboxes[box.n]"]}
+    assert found == {"state.move": ["box.phase", "self.sandboxes[box.n]", "self.sandboxes[box.n]"]}
 
 
 def test_the_diagram_in_the_docs_is_the_table() -> None:

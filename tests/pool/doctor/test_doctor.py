@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 from executor.engine.events import EventHub
 from executor.engine.locate import find_engine
 from executor.engine.protocol import ContainerGone, Engine, EngineEvent, EngineInfo, ImageInfo
+from executor.errors import EngineFailed, EngineUnavailable, ImageMissing
 from executor.machine.image import DEFAULT_IMAGE
-from executor.result import EngineFailed, EngineUnavailable, ImageMissing
 from executor.sandbox.profile import LABEL_POOL
 from executor.sandbox.sandbox import Sandbox, SandboxSpec, start_sandbox
 from pool.cli import doctor as cli_doctor

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from executor.engine.protocol import Engine, EngineInfo
-from executor.result import EngineUnavailable
+from executor.errors import EngineUnavailable
 from pool.config.load import Settings
 from pool.doctor import launch_check
 from pool.doctor.checks import Check, tools_check

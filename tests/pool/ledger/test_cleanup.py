@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from executor.engine.protocol import EngineInfo
-from executor.result import EngineFailed, EngineUnavailable
+from executor.errors import EngineFailed, EngineUnavailable
 from executor.sandbox.profile import LABEL_POOL
 from pool.cli import cleanup as cli_cleanup
 from pool.ledger import cleanup

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.result import PoolUnusable
+from executor.errors import PoolUnusable
 from executor.sandbox.profile import LABEL_POOL
 from pool.ledger import private_files
 from pool.ledger.ledger import Entry, EntryState, StateDirectory
@@ -274,7 +274,7 @@ async def test_a_sandbox_is_in_the_ledger_before_its_start_and_bound_before_its_
     engine: ScriptedEngine, state_dir: Path
 ) -> None:
     async with running(engine, settings_of(state_dir)) as pool:
-        name = pool._shop.name(1)
+        name = pool._containers.name(1)
         engine.before = lambda operation: seen.append((operation, sorted(os.listdir(state_dir / "ledger"))))  # noqa: PTH208
         seen: list[tuple[str, list[str]]] = []
         await pool.acquire("agent", "session")
@@ -302,9 +302,9 @@ async def test_two_pools_of_one_name_with_two_directories_see_only_their_own(
                 await until(lambda one=one: one._hub.connected, limit=5)  # type: ignore[misc]
                 pool_id = one.snapshot()["pool"]
                 own = {box.name for box in engine.boxes.values() if box.words.labels[LABEL_POOL] == pool_id}
-                assert own == one._shop.names == {file.stem for file in (place / "ledger").iterdir()}
+                assert own == one._containers.names == {file.stem for file in (place / "ledger").iterdir()}
                 assert (count(one, "standby"), count(one, "bound")) == (1, 1)
-        assert {box.name for box in engine.boxes.values()} == other._shop.names
+        assert {box.name for box in engine.boxes.values()} == other._containers.names
         assert (await session.call(code="echo x")).ok
 
 

@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from executor.common.proc import boot_id
-from executor.result import PoolUnusable
+from executor.errors import PoolUnusable
 from executor.sandbox.profile import LABEL_POOL
 from pool.config.load import Settings
 from pool.ledger import identity, ledger, private_files

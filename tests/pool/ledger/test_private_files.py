@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from executor.result import PoolUnusable
+from executor.errors import PoolUnusable
 from pool.ledger.ledger import Entry, StateDirectory
 from pool.ledger.private_files import StateLocked
 from tests.support import ROOT

@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from executor.result import EmberpoolError, PoolClosed, PoolExhausted
+from executor.errors import EmberpoolError, PoolClosed, PoolExhausted
 from pool.config.load import Settings
 from pool.pool import SandboxPool
 from pool.supervisor.host_calls import HostCalls

@@ -12,7 +12,8 @@ import pytest
 import trio.lowlevel
 from trio.testing import MockClock
 
-from executor.result import CallResult, EngineFailed, EngineUnavailable, PoolExhausted
+from executor.errors import EngineFailed, EngineUnavailable, PoolExhausted
+from executor.result import CallResult
 from executor.sandbox.profile import LABEL_POOL
 from pool.config.load import Settings
 from pool.config.types import UidRange
@@ -355,12 +356,12 @@ async def test_user_of_a_container_that_is_not_removed_yet_is_nobody_elses(
         async with SandboxPool(settings, find=engine.find) as pool:
             for n in range(3):
                 await pool.acquire("agent", str(n))
-            users = [box.user for box in pool._shop.sandboxes.values()]
+            users = [box.user for box in pool._containers.sandboxes.values()]
             assert len(set(users)) == 3
             assert "7000:7000" not in users
             engine.always.clear()
             await anyio.sleep(60)
-            assert pool._shop._sweeper.left == {}
+            assert pool._containers._sweeper.left == {}
 
 
 async def test_events_are_heard_while_the_engine_is_looked_at(state_dir: Path) -> None:

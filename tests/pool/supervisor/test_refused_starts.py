@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from executor.engine.protocol import EngineInfo
-from executor.result import EngineFailed, EngineUnavailable, ProfileMismatch
+from executor.errors import EngineFailed, EngineUnavailable, ProfileMismatch
 from pool.cli.call import one_shot, swept
 from pool.pool import SandboxPool
 from pool.supervisor import engine_link
@@ -46,7 +46,7 @@ async def test_an_image_with_a_volume_leaves_nothing_of_what_it_was_refused(
                 assert isinstance(error, ProfileMismatch)
                 assert "VOLUME /data" in str(error)
                 assert pool._hub.names() == []
-                assert pool._shop.names == set()
+                assert pool._containers.names == set()
                 assert list((state_dir / "ledger").iterdir()) == []
     assert engine.asked["attach"] == engine.asked["start"] == engine.asked["remove"] == 0
     assert "pool.left_behind" not in [line["event"] for line in lines]
@@ -66,7 +66,7 @@ async def test_an_image_with_a_volume_leaves_no_directory_of_a_one_shot_pool(
 async def test_a_cold_call_whose_name_is_anothers_leaves_no_entry(engine: ScriptedEngine, state_dir: Path) -> None:
     async with SandboxPool(settings_of(state_dir), find=engine.find) as pool:
         await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
-        engine.foreign(pool._shop.name(0)[:-1] + "c1")
+        engine.foreign(pool._containers.name(0)[:-1] + "c1")
         assert isinstance(await outcome(lambda: pool.call_cold(code="echo x")), EngineFailed)
         assert list((state_dir / "ledger").iterdir()) == []
         assert pool._hub.names() == []
