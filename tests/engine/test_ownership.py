@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.parse
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import structlog
 
 from executor.engine.docker import CommandLineEngine
 from executor.engine.locate import find_engine
+from executor.engine.protocol import ContainerGone
 from executor.errors import EmberpoolError
 from executor.sandbox.profile import LABEL_KIND, LABEL_POOL
 from pool.config.load import Settings
@@ -285,6 +287,8 @@ async def test_a_sessions_key_is_in_no_label_name_ledger_or_log(engine: CommandL
             assert (await session.call(code="print(1)")).ok
             assert not (await session.call(["false"])).ok
             await session.ready()
+            for row in await engine.list(LABEL_POOL, pool_id):
+                told.append(json.dumps(await engine.inspect(row.name), ensure_ascii=False))
             assert (await session.call(["sleep", "9"], timeout=1.0)).timed_out
             refusals = (
                 lambda: pool.acquire(AGENT, SESSION + "2"),
@@ -296,10 +300,14 @@ async def test_a_sessions_key_is_in_no_label_name_ledger_or_log(engine: CommandL
                     told.append(repr(await refusal()))
                 except EmberpoolError as error:
                     told.append(f"{error!r} {error} {error.__cause__!r}")
+            # What the refusals cost the session is removed meanwhile: it may go while it is looked at.
             for row in await engine.list(LABEL_POOL, pool_id):
-                told.append(json.dumps(await engine.inspect(row.name), ensure_ascii=False))
+                with suppress(ContainerGone):
+                    told.append(json.dumps(await engine.inspect(row.name), ensure_ascii=False))
             for file in settings.pool.state_dir.rglob("*"):
-                told += [str(file), file.read_text() if file.is_file() else ""]
+                told.append(str(file))
+                with suppress(FileNotFoundError):
+                    told.append(file.read_text() if file.is_file() else "")
             told.append(json.dumps(pool.snapshot()))
             await session.close()
     told.append(json.dumps(logs, default=repr, ensure_ascii=False))
