@@ -250,7 +250,7 @@ class CommandLineEngine:
             assert client.stdout is not None  # noqa: S101 - it is a pipe
             yield _read_events(client.stdout)
 
-    # Images are made ready before any pool starts (`executor.image`); no call ever comes here.
+    # Images are made ready before any pool starts (`executor.machine.image`); no call ever comes here.
 
     async def pull(self, reference: str, *, answer: float, timeout: float, seen: Callable[[str], None]) -> None:
         """Pull an image within ``timeout`` seconds, its first line within ``answer``; ``seen`` gets each line."""

@@ -9,8 +9,8 @@ imported already: `json`, `signal` and `linecache` would cost each call some 5 t
 import os
 import sys
 
-WITNESS_WHICH = 0x454D4250  # as executor.seccomp has it
-PROVED, REFUSED = b"\x06", b"\x15"  # the first byte of stdout, as executor.attached reads it
+WITNESS_WHICH = 0x454D4250  # as executor.sandbox.seccomp has it
+PROVED, REFUSED = b"\x06", b"\x15"  # the first byte of stdout, as executor.engine.attached reads it
 CANNOT_RUN, NOT_FOUND = 126, 127  # what a shell answers, and people know
 
 

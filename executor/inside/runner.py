@@ -31,7 +31,7 @@ import signal
 import time
 import weakref
 
-# Frames, as executor.frames has them: type, sequence number, length, payload.
+# Frames, as executor.sandbox.wire has them: type, sequence number, length, payload.
 CALL, INPUT, INPUT_END, CREDIT, CANCEL, LEAVE, FINISH = 1, 2, 3, 4, 5, 6, 7
 HELLO, ARMED, OUT, ERR, TAKEN, DONE, CLEAN, DIRTY, POISONED, CLEANING = 17, 18, 19, 20, 21, 22, 23, 24, 25, 26
 HEADER = 9
@@ -50,7 +50,7 @@ FRESH_CHILDREN = 3  # how often a waiting child that was changed from beside it 
 NOBODY = 1 << 30  # more than any process ID
 HOLD_SECONDS = 0.002  # a short call's output and its end then leave in one write, and the host wakes up once
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
-WITNESS_WHICH = 0x454D4250  # as executor.seccomp has it
+WITNESS_WHICH = 0x454D4250  # as executor.sandbox.seccomp has it
 CANNOT_RUN, NOT_FOUND = 126, 127  # what a shell answers, and people know
 
 
@@ -231,7 +231,7 @@ class Libc:
 
 
 def witness():
-    """The error by which the host's seccomp profile is recognised: executor.seccomp says what is asked. No call but
+    """The error by which the host's seccomp profile is recognised: executor.sandbox.seccomp says what is asked. No call but
     this one tells it from another filter."""
     try:
         os.getpriority(WITNESS_WHICH, 0)
@@ -819,7 +819,7 @@ class Served:
             self.child.close_stdin()
 
     def report(self):
-        """How it ended, as executor.frames.Report has it. Only a process that was killed may have been so for want of
+        """How it ended, as executor.sandbox.wire.Report has it. Only a process that was killed may have been so for want of
         memory, so only then the counter is asked."""
         code, number, ooms = NO_CODE, 0, None
         if os.WIFSIGNALED(self.status):

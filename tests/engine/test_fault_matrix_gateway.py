@@ -29,7 +29,7 @@ import sys
 
 import anyio
 from pool import logs
-from pool.config import Settings
+from pool.config.load import Settings
 from pool.pool import SandboxPool
 
 async def main():

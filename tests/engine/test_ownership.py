@@ -40,7 +40,7 @@ import sys
 
 import anyio
 from pool import logs
-from pool.config import Settings
+from pool.config.load import Settings
 from pool.pool import SandboxPool
 
 async def main():
@@ -54,7 +54,7 @@ async def main():
 logs.configure("error")
 anyio.run(main)
 """
-CLEANUP = "import typer; from pool.cli_cleanup import cleanup; typer.run(cleanup)"
+CLEANUP = "import typer; from pool.cli.cleanup import cleanup; typer.run(cleanup)"
 
 
 @pytest.fixture

@@ -318,7 +318,7 @@ def test_every_lock_goes_with_its_process_and_not_with_a_forked_child(tmp_path: 
 HOLD = """
 import os, signal, sys
 from pathlib import Path
-from pool.ledger import StateDirectory
+from pool.ledger.ledger import StateDirectory
 directory = StateDirectory.open(Path(sys.argv[1]))
 if sys.argv[2] == "fork":
     hear, tell = os.pipe()

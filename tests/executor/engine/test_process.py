@@ -113,7 +113,7 @@ async def test_client_has_its_descriptors_closed_behind_it() -> None:
 
 UNHEEDED = """
 import sys, threading, anyio
-from executor.process import client_environment, run
+from executor.engine.process import client_environment, run
 from executor.errors import EngineUnavailable
 
 async def main():

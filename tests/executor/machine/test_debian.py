@@ -55,7 +55,7 @@ def test_policy_of_a_killed_run_is_undone_by_the_next(tmp_path: Path, make: Call
     make(policy)
     before = look(tmp_path)
     code = (
-        "import os, pathlib, sys\nfrom executor.debian import no_service_starts\n"
+        "import os, pathlib, sys\nfrom executor.machine.debian import no_service_starts\n"
         "with no_service_starts(pathlib.Path(sys.argv[1])):\n    os.kill(os.getpid(), 9)\n"
     )
     killed = subprocess.run([sys.executable, "-c", code, policy], cwd=ROOT, check=False)

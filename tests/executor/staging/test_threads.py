@@ -160,7 +160,7 @@ async def test_a_host_without_a_thread_is_told(monkeypatch: pytest.MonkeyPatch) 
 def test_a_thread_that_hangs_does_not_keep_the_process_from_ending(backend: str) -> None:
     program = f"""
 import anyio, threading
-from executor.staging_threads import StagingThreads
+from executor.staging.threads import StagingThreads
 
 async def main():
     with anyio.move_on_after(0.1):

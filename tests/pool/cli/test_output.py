@@ -94,7 +94,7 @@ def test_no_row_of_the_commands_own_line_begins_with_words_that_it_quotes(column
 
 WRITES = """
 import sys
-from pool.cli_output import write_call
+from pool.cli.output import write_call
 out, err, raw = eval(sys.argv[1]), eval(sys.argv[2]), sys.argv[3] == "raw"
 write_call([("out", out), ("err", err)], ["emberpool: a line of our own"], raw=raw)
 """

@@ -100,7 +100,7 @@ def test_streams_that_do_not_block_are_waited_for(place: Path) -> None:
     )
     program = (
         "import os, sys\n"
-        "from pool import cli_streams\n"
+        "from pool.cli import streams as cli_streams\n"
         "os.set_blocking(0, False); os.set_blocking(1, False)\n"
         "cli_streams.install()\n"
         "data = cli_streams.read_stdin(10_000_000)\n"

@@ -59,7 +59,7 @@ def test_no_limit_is_no_shortage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_soft_limit_is_raised_to_the_hard_one_and_no_further() -> None:
     code = (
-        "import resource, sys\nfrom pool.descriptors import raise_limit\n"
+        "import resource, sys\nfrom pool.config.descriptors import raise_limit\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), 400))\nraise_limit()\n"
         "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

@@ -101,7 +101,7 @@ def test_a_full_disk_at_the_first_start_is_a_refusal_that_holds_no_lock(
 
 
 def test_another_processs_lock_holds_until_it_ends(state_dir: Path) -> None:
-    program = "import sys; from pathlib import Path; from pool.ledger import StateDirectory\n"
+    program = "import sys; from pathlib import Path; from pool.ledger.ledger import StateDirectory\n"
     program += "d = StateDirectory.open(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", program, str(state_dir)],
