@@ -84,7 +84,7 @@ class ScriptedEngine:
     ``faults[operation]`` is used up from its front; ``always[operation]`` holds for as long as it stands.
     ``lose`` are event actions that are never told; ``repeat`` tells each event twice; ``event_delay`` tells them late.
     ``patch`` changes an inspect record; ``inside`` changes what a probe or a hello tells of each file, ``hello`` a hello's
-    facts. ``misdeeds`` are what runners do wrong, by place (``tests.scripted_runner``); ``runners`` are all that there
+    facts. ``misdeeds`` are what runners do wrong, by place (``tests.support.scripted_runner``); ``runners`` are all that there
     were. ``gates`` are the names that a call's step ``gate NAME`` waits for. Without ``python`` the image has none. ``untold`` are the starts whose container's ID was never told. ``before``
     is called with each operation; ``asked`` counts them; ``told`` are all events.
     """

@@ -11,13 +11,12 @@ import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Protocol
 
 import anyio
 
+from executor import inside
 from executor.sandbox import wire
-from tests.support import ROOT
 from tests.support.scripted_box import Asked, Pipe, ScriptedChannel, Special, run_steps
 from tests.support.wire import call_header, call_request, report
 
@@ -27,10 +26,9 @@ PIPE = 65_536
 SIGTERM, SIGKILL, SIGXCPU = 15, 9, 24
 
 
-@cache
 def runner_program() -> bytes:
     """What the host sends first where it wants a runner."""
-    return (ROOT / "executor" / "runner.py").read_bytes()
+    return inside.source("runner").encode()
 
 
 class RunnerEnded(Exception):

@@ -24,8 +24,8 @@ from pathlib import Path
 import anyio
 from executor.errors import EngineUnavailable
 from pool.pool import SandboxPool
-from tests.pools import settings_of
-from tests.scripted import ScriptedEngine
+from tests.support.pools import settings_of
+from tests.support.scripted import ScriptedEngine
 
 {before}
 
