@@ -105,8 +105,8 @@ def test_two_edits_within_one_tick_of_the_file_systems_clock_are_both_seen(
 ) -> None:
     # A file system whose clock stands still: both edits get one stamp, as if they fell into one tick.
     seen = attrgetter("st_ino", "st_mode", "st_size")
-    for module in ("staging_seen", "staging_copy"):
-        monkeypatch.setattr(f"executor.{module}.facts", lambda about: (*seen(about), stamp))
+    for module in ("fingerprints", "copy"):
+        monkeypatch.setattr(f"executor.staging.{module}.facts", lambda about: (*seen(about), stamp))
     file = site.write("tool.py", "one")
     digests = {site.stage()}
     for text in ("two", "six"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import pool
+from pool import core
 from pool.core import events as ev
 from pool.core.events import Policy
 from pool.core.state import PoolState, SandboxState
@@ -151,7 +151,7 @@ def test_what_the_table_lacks_cannot_happen(phase: Phase | None, trigger: Trigge
     if (phase, trigger) in TABLE:
         assert follow(phase, trigger) is TABLE[phase, trigger]
         return
-    with pytest.raises(LookupError, match=r"add the row to pool/transitions\.py"):
+    with pytest.raises(LookupError, match=r"add the row to pool/core/transitions\.py"):
         state.move(box, trigger, 1.0)
     assert (box.phase, state.sandboxes) == (phase, {})
 
@@ -173,8 +173,8 @@ def _writes(tree: ast.AST) -> list[str]:
 
 def test_only_one_place_moves_a_sandbox() -> None:
     found = {}
-    for name in ("state", "planning", "state"):
-        tree = ast.parse((Path(pool.__file__).parent / f"{name}.py").read_text("utf-8"))
+    for name in ("state", "handlers", "plan"):
+        tree = ast.parse((Path(core.__file__).parent / f"{name}.py").read_text("utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (writes := _writes(node)):
                 found[f"{name}.{node.name}"] = writes
