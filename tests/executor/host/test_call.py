@@ -43,7 +43,7 @@ def alive(pid: int) -> bool:
     """Whether a process runs; a zombie that its new parent has not taken yet does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except FileNotFoundError:
+    except OSError:
         return False
 
 
