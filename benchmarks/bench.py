@@ -21,6 +21,7 @@ from executor.result import CallResult
 from pool.config.load import PoolSettings, Settings
 from pool.pool import SandboxPool
 from pool.session import Session
+from pool.supervisor.snapshot import SandboxCounts
 
 CODE = "print(1)"
 OUTPUT = b"1\n"
@@ -50,7 +51,7 @@ class Bench:
 
     @property
     def pool_id(self) -> str:
-        return str(self.pool.snapshot()["pool"])
+        return str(self.pool.snapshot().pool)
 
 
 @asynccontextmanager
@@ -92,7 +93,7 @@ async def new_pool(
             max_lifetime=max(STILL, call.timeout),
         )
         async with SandboxPool(Settings(sandbox=settings.sandbox, pool=own, call=call)) as pool:
-            await until(pool, lambda: pool.snapshot()["engine"] == "up", "reach the engine")
+            await until(pool, lambda: pool.snapshot().engine == "up", "reach the engine")
             yield pool
 
 
@@ -110,8 +111,8 @@ def temporary_state() -> Iterator[Path]:
 
 async def at_rest(pool: SandboxPool, *, standby: int = 0, bound: int = 0) -> None:
     """Wait until the pool has exactly these sandboxes and neither starts nor stops any: nothing of it disturbs then."""
-    wanted = {"starting": 0, "standby": standby, "bound": bound, "stopping": 0}
-    await until(pool, lambda: pool.snapshot()["sandboxes"] == wanted, f"come to rest with {standby} standby")
+    wanted = SandboxCounts(standby=standby, bound=bound)
+    await until(pool, lambda: pool.snapshot().sandboxes == wanted, f"come to rest with {standby} standby")
 
 
 async def until(pool: SandboxPool, reached: Callable[[], bool], what: str) -> None:
@@ -120,7 +121,7 @@ async def until(pool: SandboxPool, reached: Callable[[], bool], what: str) -> No
         while not reached():  # noqa: ASYNC110 - a snapshot is all that a pool tells from outside
             await anyio.sleep(0.005)
         return
-    fault = pool.snapshot()["fault"]
+    fault = pool.snapshot().fault
     raise BenchmarkError(f"the pool did not {what} within {PATIENCE:g} s (its fault: {fault or 'none'})")
 
 

@@ -23,6 +23,7 @@ from executor.errors import EmberpoolError
 from executor.machine.daemon import find_daemon
 from executor.sandbox.profile import LABEL_POOL
 from pool.pool import SandboxPool
+from pool.supervisor.snapshot import SandboxCounts
 
 REST_PATIENCE = 90.0
 """Seconds that a pool without callers is given to come to rest: to reap, to remove, and to refill."""
@@ -43,7 +44,7 @@ class Gauge:
         self.created = self.destroyed = 0
         self.lost = ""
         self._pool, self._engine, self._info = pool, engine, info
-        self._pool_id = str(pool.snapshot()["pool"])
+        self._pool_id = str(pool.snapshot().pool)
         self._ours: deque[str] = deque(maxlen=REMEMBERED)
 
     async def watch(self, *, task_status: TaskStatus[None]) -> None:
@@ -71,8 +72,8 @@ class Gauge:
 
     def _rests(self, min_standby: int) -> bool:
         it = self._pool.snapshot()
-        sandboxes = {"starting": 0, "standby": min_standby, "bound": 0, "stopping": 0}
-        return it["sandboxes"] == sandboxes and not any(it[name] for name in ("sessions", "waiting", "running", "cold"))
+        rests = it.sandboxes == SandboxCounts(standby=min_standby)
+        return rests and not any((it.sessions, it.waiting, it.running, it.cold))
 
     async def settled(self, min_standby: int, good: Callable[[Reading], bool] = lambda reading: True) -> Reading:
         """A reading that agrees with the one before it and is ``good``; the last one, where none is in time.

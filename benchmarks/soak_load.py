@@ -128,7 +128,7 @@ class Load:
         return handle
 
     def _container(self, generation: str) -> str:
-        return f"emberpool-{self.pool.snapshot()['pool']}-{generation}"
+        return f"emberpool-{self.pool.snapshot().pool}-{generation}"
 
     # --- what comes from outside --------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ async def _soak(settings: Settings, soak: Soak, setting: Setting) -> None:
     with temporary_state() as place:
         own = soaked(settings, soak.scale, place)
         async with SandboxPool(own) as pool:
-            await until(pool, lambda: pool.snapshot()["engine"] == "up", "reach the engine")
+            await until(pool, lambda: pool.snapshot().engine == "up", "reach the engine")
             soak.machine = machine(Bench(own, engine, info, image, pool, setting.tasks), setting.backend)
             gauge = Gauge(pool, engine, info)
             await setting.tasks.start(gauge.watch)

@@ -1,4 +1,4 @@
-"""What is told of every call, in one structured line: never code, arguments, environment or output."""
+"""The audit line of each call: one structured log line, which never holds code, arguments, environment or output."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class AuditEntry:
     result: CallResult | None = None
 
     def start(self, now: float) -> None:
-        """Its turn has come."""
+        """Note that its turn has come."""
         self.began = now
 
-    def told(self, result: CallResult) -> CallResult:
-        """It had a result."""
+    def ended(self, result: CallResult) -> CallResult:
+        """Note the result, and return it."""
         self.result = result
         self.outcome = "timed_out" if result.timed_out else "ok" if result.ok else "failed"
         return result
 
     def failed(self, error: EmberpoolError) -> None:
-        """It had an error."""
+        """Note an error."""
         self.outcome = error.reason
 
     def fields(self, now: float, image: str) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from executor.errors import SessionClosed
 from executor.result import CallResult
@@ -19,13 +18,8 @@ from executor.sandbox.stream import CallStream
 from executor.staging.copy import DIGEST_LENGTH
 from executor.tool import Tool, ToolResult, encode_arguments, tool_code, tool_result
 from pool.core.events import SessionKey
-from pool.supervisor.calls import ceilings, checked_call, yielding
-
-if TYPE_CHECKING:
-    from pool.pool import SandboxPool
-
-Prepare = Callable[[Sandbox, Call], AbstractAsyncContextManager[Call]]
-"""What makes of a call the one that a very sandbox is to run, for as long as it runs."""
+from pool.supervisor.calls import Calls
+from pool.supervisor.requests import ceilings, checked_call, yielding
 
 
 class Session:
@@ -36,15 +30,15 @@ class Session:
     has collected it.
     """
 
-    def __init__(self, pool: SandboxPool, key: SessionKey, epoch: int, session_id: str) -> None:
+    def __init__(self, calls: Calls, key: SessionKey, epoch: int, session_id: str) -> None:
         self.id = session_id
-        self._pool, self._key, self._epoch = pool, key, epoch
+        self._calls, self._key, self._epoch = calls, key, epoch
         self._released = False
 
     def __del__(self) -> None:
         # Whoever forgets a handle holds nothing by it: neither its session nor its agent's share.
         if not getattr(self, "_released", True):
-            self._pool.drop(self._key, self._epoch)
+            self._calls.drop(self._key, self._epoch)
 
     def __repr__(self) -> str:
         return f"<Session {self.id} generation={self.generation!r}{' released' if self._released else ''}>"
@@ -53,7 +47,7 @@ class Session:
     def generation(self) -> str | None:
         """Which sandbox the session has now, ``<instance>-<n>``; ``None`` while it has none. A change means that
         everything kept in the sandbox (``/tmp``) is gone."""
-        return self._pool.generation(self._key, self._epoch)
+        return self._calls.generation(self._key, self._epoch)
 
     @yielding
     async def call(
@@ -79,7 +73,7 @@ class Session:
         """
         self._require_attached()
         call = self._new_call(argv, code, stdin, env, timeout, max_output, unbuffered)
-        return await self._pool.run_call(self._key, self._epoch, call, generation)
+        return await self._calls.run(self._key, self._epoch, call, generation)
 
     @yielding
     async def tool(
@@ -100,7 +94,7 @@ class Session:
         ``InvalidCall`` also says what is wrong about the directory. ``SandboxPool.run_tool`` does all that a manifest says.
         """
         self._require_attached()
-        stdin = encode_arguments(arguments, max_input=self._pool.settings.call.max_input)
+        stdin = encode_arguments(arguments, max_input=self._calls.settings.call.max_input)
         # Of what is sent, only inline code is the caller's: the rest is not held against the ceiling of his input.
         call = self._new_call(None, tool.inline or "", stdin, env, timeout, max_output)
         prepare = None
@@ -113,7 +107,7 @@ class Session:
                 async with box.tool_dir(directory, own, file=tool.path, timeout=call.timeout) as root:
                     yield call.with_code(tool_code(tool, root))
 
-        result = await self._pool.run_call(self._key, self._epoch, call, generation, prepare=prepare)
+        result = await self._calls.run(self._key, self._epoch, call, generation, prepare=prepare)
         return tool_result(tool, result)
 
     def stream(
@@ -139,9 +133,7 @@ class Session:
         """
         self._require_attached()
         call = self._new_call(argv, code, stdin, env, timeout, max_output, unbuffered)
-        return CallStream(
-            lambda sink: self._pool.run_call(self._key, self._epoch, call, generation, sink), call.max_output
-        )
+        return CallStream(lambda sink: self._calls.run(self._key, self._epoch, call, generation, sink), call.max_output)
 
     @yielding
     async def write_file(
@@ -159,7 +151,7 @@ class Session:
         input (``call.max_input``), and fits into the sandbox's tmpfs or not. Raises ``FileFailed`` (``code`` is the errno's
         name), ``InvalidCall`` (a path that leads elsewhere; an image without Python) and what ``call`` raises.
         """
-        limits = self._pool.settings.call
+        limits = self._calls.settings.call
         request = files.write_request(path, data, parents=parents, max_input=limits.max_input)
         await self._file_call(request, f"writing {path!r:.200}", 0, timeout, generation)
 
@@ -195,11 +187,11 @@ class Session:
         # The reason for a refusal is the program's own output and must fit, however little the agent's calls may print.
         if call.max_output < files.MAX_REPORT:
             call = replace(call, max_output=files.MAX_REPORT)
-        return files.answer(await self._pool.run_call(self._key, self._epoch, call, generation), doing, most=most)
+        return files.answer(await self._calls.run(self._key, self._epoch, call, generation), doing, most=most)
 
     def _ceiling(self) -> int:
         """Bytes of each stream that this agent's calls may print."""
-        return ceilings(self._pool.settings, self._key[0]).max_output
+        return ceilings(self._calls.settings, self._key[0]).max_output
 
     def _new_call(
         self,
@@ -211,10 +203,10 @@ class Session:
         max_output: int | None,
         unbuffered: bool | None = None,
     ) -> Call:
-        return checked_call(self._pool.settings, self._key[0], argv, code, stdin, env, timeout, max_output, unbuffered)
+        return checked_call(self._calls.settings, self._key[0], argv, code, stdin, env, timeout, max_output, unbuffered)
 
     def _require_attached(self) -> None:
-        self._pool.require_here()
+        self._calls.require_here()
         if self._released:
             raise SessionClosed("this handle was released; acquire the session again")
 
@@ -227,20 +219,20 @@ class Session:
         ``PoolClosed``, ``SandboxDied``, ``EngineUnavailable`` (no runner was armed in time) and whatever ``acquire`` raises.
         """
         self._require_attached()
-        await self._pool.session_ready(self._key, self._epoch)
+        await self._calls.ready(self._key, self._epoch)
 
     async def release(self) -> None:
         """Detach this handle; the session and its sandbox stay. Twice is harmless."""
-        self._pool.require_here()
+        self._calls.require_here()
         if not self._released:
             self._released = True
-            self._pool.detach(self._key, self._epoch)
+            self._calls.detach(self._key, self._epoch)
 
     async def close(self) -> None:
         """End the session for all its handles: its sandbox is destroyed, its running call ends with ``SessionClosed``."""
-        self._pool.require_here()
+        self._calls.require_here()
         self._released = True
-        self._pool.end(self._key, self._epoch)
+        self._calls.end(self._key, self._epoch)
 
     async def __aenter__(self) -> Session:
         return self

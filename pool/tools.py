@@ -143,7 +143,7 @@ async def _once_on_host(
     entry = AuditEntry(call, anyio.current_time())
     entry.start(entry.asked)
     try:
-        result = entry.told(await host_call(call, limits=limits, env=environment(plan.env), grace=settings.call.grace))
+        result = entry.ended(await host_call(call, limits=limits, env=environment(plan.env), grace=settings.call.grace))
     except EmberpoolError as error:
         entry.failed(error)
         raise

@@ -24,7 +24,7 @@ from pool.cli.output import say, write_call
 from pool.cli.streams import read_stdin
 from pool.config.load import Settings, load_settings
 from pool.pool import SandboxPool
-from pool.supervisor.calls import checked_call
+from pool.supervisor.requests import checked_call
 from pool.supervisor.startup import make_ready
 
 TIMED_OUT = 124

@@ -33,12 +33,12 @@ _RETRY_CAP = 5.0
 IMAGE_RETRY = 5.0
 
 
-class Shell(Protocol):
-    """What the link needs of the pool: to feed its core, to draw jitter, and to know which sandboxes should live."""
+class LinkOwner(Protocol):
+    """What the link needs of the pool: to feed its core, to draw jitter, and to know which sandboxes should run."""
 
     def feed(self, event: Event) -> None: ...
     def jitter(self) -> float: ...
-    def living(self) -> list[int]: ...
+    def running(self) -> list[int]: ...
 
 
 class EngineLink:
@@ -50,13 +50,13 @@ class EngineLink:
         find: FindEngine,
         pool_id: str,
         hub: EventHub,
-        shop: ContainerManager,
-        shell: Shell,
+        containers: ContainerManager,
+        owner: LinkOwner,
         make_image: MakeImage = make_image,
     ) -> None:
         self._settings, self._find, self._pool_id, self._make_image = settings, find, pool_id, make_image
         self._no_image: str | None = None
-        self._hub, self._containers, self._shell = hub, shop, shell
+        self._hub, self._containers, self._owner = hub, containers, owner
         self._since, self._up, self._held = "", False, False
         self._seen: set[tuple[int, str, str, str]] = set()
 
@@ -78,8 +78,8 @@ class EngineLink:
                 )
                 failures = 1 if self._up else failures + 1
                 self._hub.connected = self._up = False
-                wait = min(_RETRY_CAP, 0.2 * 2.0 ** min(failures, 10)) * (0.5 + 0.5 * self._shell.jitter())
-                self._shell.feed(EngineDown(fault_of(error), wait))
+                wait = min(_RETRY_CAP, 0.2 * 2.0 ** min(failures, 10)) * (0.5 + 0.5 * self._owner.jitter())
+                self._owner.feed(EngineDown(fault_of(error), wait))
                 log.warning(
                     "pool.engine_down", pool=self._pool_id, reason=error.reason, error=str(error), retry_after=wait
                 )
@@ -102,7 +102,7 @@ class EngineLink:
 
             def answered() -> None:
                 self._up = True
-                self._shell.feed(EngineUp())
+                self._owner.feed(EngineUp())
                 log.info(
                     "pool.engine_up", pool=self._pool_id, engine=info.endpoint, version=info.version, image=image.id
                 )
@@ -163,7 +163,7 @@ class EngineLink:
 
         def tell() -> None:
             message = f"the image {reference} is being made ready ({said}); come back in a while"
-            self._shell.feed(EngineDown(Fault(RefusalKind.ENGINE_UNAVAILABLE, message), IMAGE_RETRY))
+            self._owner.feed(EngineDown(Fault(RefusalKind.ENGINE_UNAVAILABLE, message), IMAGE_RETRY))
 
         async def go_on_telling() -> None:
             # A pull can be silent for minutes, and when to come back is reckoned from the last word.
@@ -203,15 +203,15 @@ class EngineLink:
         if watch is not None and n is not None and event.action in ("die", "destroy", "pause"):
             # What is told before the engine has answered happened while it was away, and may be its own doing.
             cause = watch.cause if self._up else "engine"
-            self._shell.feed(SandboxDied(n, cause, self._shell.jitter()))
+            self._owner.feed(SandboxDied(n, cause, self._owner.jitter()))
 
     async def _resync(self, engine: Engine) -> None:
         """Heal lost events: what should live and is not running has died."""
-        expected = {self._containers.name(n): n for n in self._shell.living()}
+        expected = {self._containers.name(n): n for n in self._owner.running()}
         running = {row.name for row in await engine.list(LABEL_POOL, self._pool_id) if row.running}
-        living = set(self._shell.living())
+        living = set(self._owner.running())
         for name, n in expected.items():
             if name not in running and n in living:
                 watch = self._hub.watch(name)
                 watch.lost()
-                self._shell.feed(SandboxDied(n, watch.cause, self._shell.jitter()))
+                self._owner.feed(SandboxDied(n, watch.cause, self._owner.jitter()))

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
@@ -37,7 +37,7 @@ class Owner(Protocol):
     async def clear_away(self, *, everything: bool) -> None:
         """Remove what may still be on the engine, ``everything`` or what is in no use."""
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The pool has ended: give back what it holds outside."""
 
 
@@ -103,6 +103,17 @@ class Lifecycle:
             "cancelled; make a new pool, which removes what this one left"
         )
 
+    @property
+    def phase(self) -> Literal["new", "running", "closing", "closed", "failed"]:
+        """Where in its life the pool is; ``failed`` also once its loop is gone, which nothing else notices."""
+        if self._loop is None:
+            return "new"
+        if self.error() is not None:
+            return "failed"
+        if self.ended:
+            return "closed"
+        return "closing" if self.draining or self.over else "running"
+
     def error(self) -> PoolUnusable | None:
         """Why the pool did not end as it should have; ``None`` while nothing is wrong."""
         if self._failure is not None:
@@ -110,7 +121,8 @@ class Lifecycle:
             error = PoolUnusable(f"the pool's supervisor failed ({type(first).__name__}: {first}); make a new pool")
             error.__cause__ = self._failure
             return error
-        return self._left() if self._torn else None
+        gone = self._loop is not None and not self.ended and not self._loop.alive
+        return self._left() if self._torn or gone else None
 
     # --- its life -----------------------------------------------------------------------------------------------------
 
@@ -252,7 +264,7 @@ class Lifecycle:
         if not self.ended:
             self.over = self.ended = True
             try:
-                self._owner.let_go()
+                self._owner.release()
             finally:
                 with suppress(RuntimeError):  # the loop is closed, so that nobody waits
                     for event in (self._began, self.gone, self._closed):

@@ -1,8 +1,9 @@
-"""What callers ask for, checked against the configuration before anybody waits for it."""
+"""Checks of what callers ask for, against the configuration, before anybody waits for it."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -10,9 +11,14 @@ import anyio.lowlevel
 
 from executor.errors import EmberpoolError, InvalidCall
 from executor.sandbox.request import Call, check_code
+from pool.config.descriptors import shortage
+from pool.config.host import host_memory, memory_problem
 from pool.config.load import AgentSettings, CallSettings, Settings
+from pool.core.events import Policy
 
 MAX_KEY = 65_536
+"""Characters of an agent's or a session's name."""
+MAX_SANDBOXES = 10_000
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -90,3 +96,23 @@ def positive_seconds(value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         raise InvalidCall(f"timeout must be above 0 seconds; it is {value!r}")
     return float(value)
+
+
+def resized(settings: Settings, policy: Policy, min_standby: int | None, max_sandboxes: int | None) -> Policy:
+    """The policy of a pool of another size. Raises ``InvalidCall`` where the sizes, or what this host has, do not allow it."""
+    standby = policy.min_standby if min_standby is None else min_standby
+    most = policy.max_sandboxes if max_sandboxes is None else max_sandboxes
+    for name, count, least in (("min_standby", standby, 0), ("max_sandboxes", most, 1)):
+        if isinstance(count, bool) or not isinstance(count, int) or not least <= count <= MAX_SANDBOXES:
+            raise InvalidCall(f"{name} must be a whole number from {least} to {MAX_SANDBOXES}; it is {count!r:.40}")
+    if standby > most:
+        raise InvalidCall(f"min_standby ({standby}) is above max_sandboxes ({most}); lower one or raise the other")
+    uids = settings.sandbox.uid_range
+    if most + policy.max_cold + 1 > uids.count:
+        raise InvalidCall(f"max_sandboxes ({most}) is more than sandbox.uid_range ({uids}) has uids for")
+    grows = most > policy.max_sandboxes  # what shrinks never asks for more memory than there was
+    if grows and (memory := host_memory()) and (text := memory_problem(settings, memory, max_sandboxes=most)):
+        raise InvalidCall(f"max_sandboxes: {text}")
+    if text := shortage(settings, most):
+        raise InvalidCall(text)
+    return replace(policy, min_standby=standby, max_sandboxes=most)

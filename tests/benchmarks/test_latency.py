@@ -344,7 +344,7 @@ class RecordedPool(SandboxPool):
 
     async def __aenter__(self) -> SandboxPool:
         pool = await super().__aenter__()
-        self.ids.append(str(self.snapshot()["pool"]))
+        self.ids.append(str(self.snapshot().pool))
         return pool
 
 

@@ -111,7 +111,7 @@ class Scene:
 
     def name(self, generation: str | None) -> str:
         assert generation is not None
-        return self.pool._containers.name(int(generation.rpartition("-")[2]))
+        return self.pool._shell.containers.name(int(generation.rpartition("-")[2]))
 
     @asynccontextmanager
     async def at(
@@ -153,7 +153,7 @@ class Scene:
 
     def _started(self) -> str:
         """The container that a start has made, ``""`` while there is none."""
-        starting = [self.pool._containers.name(box.n) for box in self.pool._state.in_phase(Phase.STARTING)]
+        starting = [self.pool._shell.containers.name(box.n) for box in self.pool._shell.state.in_phase(Phase.STARTING)]
         held = processes(self.docker.binary, "container", "inspect")
         return next((name for name in starting if held), "")
 
@@ -230,13 +230,13 @@ class Scene:
         }  # fmt: skip
 
         def facts() -> dict[str, object]:
-            now = self.pool.snapshot()
+            now = self.pool.snapshot().as_dict()
             return {key: now[key] for key in wanted}
 
         with suppress(TimeoutError):  # what is wrong then is told by an assertion
             await until(lambda: facts() == wanted)
         assert facts() == wanted
-        names = {self.pool._containers.name(n) for n in self.pool.living()}
+        names = {self.pool._shell.containers.name(n) for n in self.pool._shell.running()}
         assert len(names) == bound + standby
         with suppress(TimeoutError), anyio.fail_after(20.0):
             # What a start that was given up has left is removed by a resync.
@@ -272,7 +272,7 @@ async def staged(
         return await daemon.found(docker.binary, timeout=patience)
 
     async with anyio.create_task_group() as tasks, SandboxPool(settings, find=find) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up")
+        await until(lambda: pool.snapshot().engine == "up")
         other = await pool.acquire("agent", "other")
         assert (await other.call(["touch", "/tmp/began"])).ok
         scene = Scene(fault, daemon, docker, pool, record, tasks, other, other.generation)

@@ -149,11 +149,11 @@ async def test_a_pool_whose_image_declares_a_volume_keeps_nothing_of_what_it_ref
         pool={"state_dir": state_dir, "min_standby": 0, "max_sandboxes": 2, "max_starting": 1, "overcommit": True},
     )
     async with SandboxPool(settings) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up", limit=30)
+        await until(lambda: pool.snapshot().engine == "up", limit=30)
         with pytest.raises(ProfileMismatch, match="/data"):
             await (pool.acquire("agent", "session") if kind == "session" else pool.call_cold(["true"]))
         assert list((state_dir / "ledger").iterdir()) == []
-        assert await real_engine.engine.list(LABEL_POOL, pool.snapshot()["pool"]) == []
+        assert await real_engine.engine.list(LABEL_POOL, pool.snapshot().pool) == []
 
 
 PID_1 = """

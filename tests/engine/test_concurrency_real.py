@@ -20,8 +20,9 @@ from executor.errors import PoolExhausted
 from pool.core.handlers import Phase
 from pool.pool import SandboxPool
 from pool.session import Session
+from pool.supervisor.snapshot import SandboxCounts
 from tests.engine.faulty import Daemon, until
-from tests.engine.scene import NONE_LEFT, pool_settings
+from tests.engine.scene import pool_settings
 from tests.support.pools import assert_balanced
 from tests.support.storm import Accounts, Judge
 
@@ -69,10 +70,10 @@ async def hand(pool: SandboxPool, daemon: Daemon, dice: random.Random) -> None:
     """Kill a sandbox every second or so."""
     while True:
         await anyio.sleep(dice.expovariate(1.0))
-        boxes = pool._state.in_phase(Phase.BOUND) + pool._state.in_phase(Phase.STANDBY)
+        boxes = pool._shell.state.in_phase(Phase.BOUND) + pool._shell.state.in_phase(Phase.STANDBY)
         if boxes:
             try:
-                await daemon.ask("kill", pool._containers.name(dice.choice(boxes).n))
+                await daemon.ask("kill", pool._shell.containers.name(dice.choice(boxes).n))
             except subprocess.CalledProcessError:
                 continue  # it has just ended by itself
 
@@ -104,7 +105,7 @@ async def test_storm_leaves_balanced_accounts_fair_grants_and_a_pool_at_rest(dae
     with structlog.testing.capture_logs() as lines:
         async with SandboxPool(settings, find=daemon.found) as pool:
             judge = Judge(pool)
-            await until(lambda: pool.snapshot()["sandboxes"]["standby"] == STANDBYS)
+            await until(lambda: pool.snapshot().sandboxes.standby == STANDBYS)
             async with anyio.create_task_group() as troubles:
                 troubles.start_soon(hand, pool, daemon, dice)
                 troubles.start_soon(resizes, pool, dice)
@@ -115,11 +116,11 @@ async def test_storm_leaves_balanced_accounts_fair_grants_and_a_pool_at_rest(dae
                 troubles.cancel_scope.cancel()
             assert_balanced(pool)
             pool.resize(max_sandboxes=SANDBOXES, min_standby=STANDBYS)
-            wanted = {**NONE_LEFT, "standby": STANDBYS}
-            await until(lambda: pool.snapshot()["sandboxes"] == wanted)
+            wanted = SandboxCounts(standby=STANDBYS)
+            await until(lambda: pool.snapshot().sandboxes == wanted)
             ledger = state_dir / "ledger"
-            await until(lambda: {file.stem for file in ledger.iterdir()} == pool._containers.names)
-            assert set(daemon.containers()) == pool._containers.names
+            await until(lambda: {file.stem for file in ledger.iterdir()} == pool._shell.containers.names)
+            assert set(daemon.containers()) == pool._shell.containers.names
     accounts.check(lines)
     print(accounts.table(), f"sandboxes given to who waited: {judge.grants}", sep="\n")  # noqa: T201
     # How many there are of each is the machine's affair.

@@ -36,7 +36,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def impatient(scene: Scene) -> None:
-    state = scene.pool._state
+    state = scene.pool._shell.state
     state.policy = replace(state.policy, backoff_base=0.1)
 
 

@@ -57,7 +57,7 @@ async def all_answered(scene: Scene, *hits: tuple[Hit, bool], lifted: float) -> 
 
 
 async def down(scene: Scene) -> None:
-    await until(lambda: scene.pool.snapshot()["engine"] == "down")
+    await until(lambda: scene.pool.snapshot().engine == "down")
 
 
 WAYS = {

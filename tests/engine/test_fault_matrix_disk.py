@@ -35,7 +35,7 @@ async def test_engine_whose_disk_is_full_refuses_starts_and_goes_on_with_what_ru
                 os.kill(busy.tool, signal.SIGTERM)
                 await scene.outcome(busy)
                 assert (await scene.other.call(["true"])).ok
-                assert scene.pool.snapshot()["fault"] == "EngineUnavailable"
+                assert scene.pool.snapshot().fault == "EngineUnavailable"
             lifted = anyio.current_time()
         error = starting.refused(EngineUnavailable)
         assert "no space left on device" in str(error)
@@ -58,7 +58,7 @@ async def test_state_directory_whose_disk_is_full_refuses_starts_and_goes_on_wit
                     os.kill(busy.tool, signal.SIGTERM)
                     await scene.outcome(busy)
                     assert (await scene.other.call(["true"])).ok
-                    assert scene.pool.snapshot()["fault"] == "PoolUnusable"
+                    assert scene.pool.snapshot().fault == "PoolUnusable"
                 lifted = anyio.current_time()
             assert isinstance(refused, PoolUnusable)
             starting.outcome = refused

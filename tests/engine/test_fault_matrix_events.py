@@ -50,7 +50,7 @@ async def test_death_whose_events_are_cut_lost_repeated_or_late_is_one_death(
                 assert isinstance(hit.outcome, Session), hit.outcome
             await scene.answered(hit, lost=True)
             scene.docker.events("")
-            assert len(scene.pool._state.sessions["agent", hit.key].deaths) <= 1
+            assert len(scene.pool._shell.state.sessions["agent", hit.key].deaths) <= 1
             await scene.recovered(hit, lost=True)
 
 
@@ -61,7 +61,7 @@ async def test_events_client_that_floods_stderr_still_tells_its_events(
         scene.docker.rule("events", "flood")
         (first,) = clients("events")
         kill_clients("events")
-        await until(lambda: clients("events") not in ([], [first]) and scene.pool.snapshot()["engine"] == "up")
+        await until(lambda: clients("events") not in ([], [first]) and scene.pool.snapshot().engine == "up")
         async with scene.at("busy") as hit:
             daemon.docker("kill", hit.container)
         hit.died("killed")

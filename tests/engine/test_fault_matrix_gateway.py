@@ -17,6 +17,7 @@ from executor.errors import PoolUnusable
 from pool.config.load import Settings
 from pool.pool import SandboxPool
 from pool.supervisor import containers as manager
+from pool.supervisor.snapshot import SandboxCounts
 from tests.engine.faulty import LIMIT, Daemon, Recovery, until
 from tests.engine.scene import HAS_STATE, MOMENTS, pool_settings, staged
 from tests.engine.steered import processes
@@ -38,7 +39,7 @@ async def main():
             print("ready", flush=True)
         session = await pool.acquire("agent", "first")
         await session.call(["touch", "/tmp/began"])
-        while pool.snapshot()["sandboxes"]["standby"] < 1:
+        while pool.snapshot().sandboxes.standby < 1:
             await anyio.sleep(0.02)
         if sys.argv[2] == "busy":
             tasks.start_soon(session.call, ["sleep", sys.argv[3]])
@@ -95,14 +96,14 @@ async def test_gateway_that_is_killed_is_cleaned_up_after_by_the_next(
     async with SandboxPool(
         pool_settings(state_dir, min_standby=2)
     ) as pool:  # it has use for more than may be taken over
-        await until(lambda: pool.snapshot()["engine"] == "up")
+        await until(lambda: pool.snapshot().engine == "up")
         session = await pool.acquire("agent", "first")
         assert (await session.call(code=HAS_STATE)).stdout == b"False\n"
         recoveries.append(Recovery("the gateway is killed", moment, "-", anyio.current_time() - began))
-        rest = {"starting": 0, "standby": 2, "bound": 1, "stopping": 0}
-        await until(lambda: pool.snapshot()["sandboxes"] == rest)
+        rest = SandboxCounts(standby=2, bound=1)
+        await until(lambda: pool.snapshot().sandboxes == rest)
         ours = {name: key for state in ("bound", "standby") for name, key in entries(state_dir, state).items()}
-        ours = {name: key for name, key in ours.items() if name in pool._containers.names}
+        ours = {name: key for name, key in ours.items() if name in pool._shell.containers.names}
         assert not set(bound) & set(ours), "somebody's sandbox was given to another"
         assert all(standby[name] for name in set(standby) & set(ours)), "what never came up was taken over"
         # The dead gateway's clients live on, and one may still be having its container made.
@@ -136,7 +137,7 @@ async def live_and_suffer(daemon: Daemon, settings: Settings) -> None:
         session = await pool.acquire("agent", "other")
         assert (await session.call(code=HAS_STATE)).stdout == b"False\n"
         lost = session.generation
-        daemon.docker("kill", *(pool._containers.name(n) for n in pool.living()))
+        daemon.docker("kill", *(pool._shell.containers.name(n) for n in pool._shell.running()))
         await until(lambda: session.generation not in (None, lost))
 
 

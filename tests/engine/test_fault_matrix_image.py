@@ -91,7 +91,7 @@ async def test_image_that_is_removed_is_a_refusal_until_its_name_is_there_again(
         error = hit.refused(ImageMissing)
         assert not error.retryable
         assert "emberpool image build" in str(error)
-        assert scene.pool.snapshot()["fault"] == "ImageMissing"
+        assert scene.pool.snapshot().fault == "ImageMissing"
         assert isinstance(await outcome(lambda: scene.pool.acquire("agent", "idle")), ImageMissing)
         if comes_back == "the same":
             daemon.docker("load", "-i", archive)

@@ -107,7 +107,7 @@ async def test_cold_container_that_a_hand_ends_or_pauses_has_no_result(
     daemon: Daemon, settings: Settings, hand: tuple[str, ...]
 ) -> None:
     async with SandboxPool(settings) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up")
+        await until(lambda: pool.snapshot().engine == "up")
         async with under_way(daemon, lambda: pool.call_cold(BUSY)) as outcomes:
             daemon.docker(*hand, *daemon.containers())
         assert isinstance(outcomes[0], SandboxDied), outcomes
@@ -120,11 +120,11 @@ async def test_image_that_is_missing_is_a_refusal_until_it_is_there(daemon: Daem
 
     late = settings.model_copy(update={"sandbox": settings.sandbox.model_copy(update={"image": "localhost/late:1"})})
     async with SandboxPool(late, make_image=no_registry) as pool:
-        await until(lambda: pool.snapshot()["fault"] == "ImageMissing")
+        await until(lambda: pool.snapshot().fault == "ImageMissing")
         with pytest.raises(ImageMissing, match="emberpool image build"):
             await pool.acquire("agent", "chat")
         daemon.docker("tag", IMAGE, "localhost/late:1")
-        await until(lambda: pool.snapshot()["engine"] == "up")
+        await until(lambda: pool.snapshot().engine == "up")
         session = await pool.acquire("agent", "chat")
         assert (await session.call(code="print(1)")).ok
     daemon.docker("rmi", "localhost/late:1")
@@ -163,11 +163,11 @@ async def test_pool_that_closes_without_its_engine_leaves_its_containers_to_the_
     daemon.send(signal.SIGCONT)
     assert len(list((state_dir / "ledger").iterdir())) == 1
     async with SandboxPool(settings) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up")
+        await until(lambda: pool.snapshot().engine == "up")
         engine, _ = await find_engine()
         assert isinstance(engine, CommandLineEngine)
         with anyio.fail_after(LIMIT):
-            while await engine.list(LABEL_POOL, pool.snapshot()["pool"]):  # noqa: ASYNC110 - it has no event
+            while await engine.list(LABEL_POOL, pool.snapshot().pool):  # noqa: ASYNC110 - it has no event
                 await anyio.sleep(0.1)
 
 

@@ -46,7 +46,7 @@ from pool.pool import SandboxPool
 async def main():
     async with SandboxPool(Settings(**json.loads(sys.argv[1]))) as pool:
         await pool.acquire("agent", "session")
-        while pool.snapshot()["sandboxes"]["standby"] < 2:
+        while pool.snapshot().sandboxes.standby < 2:
             await anyio.sleep(0.02)
         print("ready", flush=True)
         await anyio.sleep_forever()
@@ -120,7 +120,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def full(pool: SandboxPool) -> None:
-    await until(lambda: pool.snapshot()["sandboxes"]["standby"] == pool.settings.pool.min_standby)
+    await until(lambda: pool.snapshot().sandboxes.standby == pool.settings.pool.min_standby)
 
 
 async def kill_a_gateway(settings: Settings) -> None:
@@ -161,7 +161,7 @@ async def test_standbys_of_a_killed_gateway_are_taken_over_and_serve(
     async with SandboxPool(settings) as pool:
         await full(pool)
         assert entries(state_dir) == standbys
-        rows = {row.name: row.id for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"]) if row.running}
+        rows = {row.name: row.id for row in await engine.list(LABEL_POOL, pool.snapshot().pool) if row.running}
         assert rows == standbys
         session = await pool.acquire("agent", "session")
         assert (await session.call(code="import os; print(os.listdir('/tmp'))")).stdout == b"[]\n"
@@ -178,8 +178,8 @@ async def test_a_start_right_after_the_kill_has_its_standbys_whatever_it_finds(
     await kill_a_gateway(settings)
     async with SandboxPool(settings) as pool:
         await full(pool)
-        rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"])}
-        assert rows == set(entries(settings.pool.state_dir)) == pool._containers.names
+        rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot().pool)}
+        assert rows == set(entries(settings.pool.state_dir)) == pool._shell.containers.names
         session = await pool.acquire("agent", "session")
         assert (await session.call(code="print(1)")).ok
 
@@ -194,8 +194,8 @@ async def test_a_standby_with_a_process_inside_is_replaced(engine: CommandLineEn
     await engine._ask("exec", "-d", "-u", user, touched, "sleep", "300", doing="a test")
     async with SandboxPool(settings) as pool:
         await full(pool)
-        assert touched not in {row.name for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"])}
-        assert set(standbys) - {touched} < pool._containers.names
+        assert touched not in {row.name for row in await engine.list(LABEL_POOL, pool.snapshot().pool)}
+        assert set(standbys) - {touched} < pool._shell.containers.names
 
 
 async def test_standbys_of_other_settings_are_replaced(engine: CommandLineEngine, settings: Settings) -> None:
@@ -204,9 +204,9 @@ async def test_standbys_of_other_settings_are_replaced(engine: CommandLineEngine
     less = settings.model_copy(update={"sandbox": settings.sandbox.model_copy(update={"pids": 96})})
     async with SandboxPool(less) as pool:
         await full(pool)
-        assert not pool._containers.names & set(standbys)
-        rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"])}
-        assert rows == pool._containers.names
+        assert not pool._shell.containers.names & set(standbys)
+        rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot().pool)}
+        assert rows == pool._shell.containers.names
 
 
 # --- what nobody touches ----------------------------------------------------------------------------------------------
@@ -223,21 +223,21 @@ async def test_a_container_with_our_labels_that_the_ledger_does_not_name_is_left
         session = await pool.acquire("agent", "session")
         assert (await session.call(code="print(1)")).ok
         await full(pool)
-        await pool._containers.sweep()
-        assert len(pool._containers.names) == 3
+        await pool._shell.containers.sweep()
+        assert len(pool._shell.containers.names) == 3
 
 
 async def test_a_start_whose_name_is_taken_touches_nothing_and_the_next_has_another(
     engine_settings: Settings, foreign: Callable[..., Any]
 ) -> None:
     async with SandboxPool(engine_settings) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up")
-        name = pool._containers.name(1)
+        await until(lambda: pool.snapshot().engine == "up")
+        name = pool._shell.containers.name(1)
         await foreign(name)
         with structlog.testing.capture_logs() as logs:
             session = await pool.acquire("agent", "session")
         assert [entry["sandbox"] for entry in logs if entry["event"] == "sandbox.name_taken"] == [name]
-        assert session.generation == f"{pool.snapshot()['instance']}-2"
+        assert session.generation == f"{pool.snapshot().instance}-2"
         assert name not in entries(engine_settings.pool.state_dir)
 
 
@@ -252,11 +252,11 @@ async def test_two_pools_of_one_name_with_two_directories_live_side_by_side(
             assert (await session.call(code="print(1)")).ok
             await full(pool)
         for pool in (first, second):
-            await pool._containers.sweep()
-            rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"])}
-            assert rows == pool._containers.names == set(entries(pool.settings.pool.state_dir))
-        assert not first._containers.names & second._containers.names
-    assert await engine.list(LABEL_POOL, second._directory.pool_id) == []
+            await pool._shell.containers.sweep()
+            rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot().pool)}
+            assert rows == pool._shell.containers.names == set(entries(pool.settings.pool.state_dir))
+        assert not first._shell.containers.names & second._shell.containers.names
+    assert await engine.list(LABEL_POOL, second._shell.directory.pool_id) == []
 
 
 # --- what a session is called -----------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ async def test_a_sessions_key_is_in_no_label_name_ledger_or_log(engine: CommandL
     since = (await engine.info()).time
     with structlog.testing.capture_logs() as logs:
         async with SandboxPool(quick) as pool:
-            pool_id = pool.snapshot()["pool"]
+            pool_id = pool.snapshot().pool
             session = await pool.acquire(AGENT, SESSION)
             told.append(repr(session))
             assert (await session.call(code="print(1)")).ok
@@ -308,7 +308,7 @@ async def test_a_sessions_key_is_in_no_label_name_ledger_or_log(engine: CommandL
                 told.append(str(file))
                 with suppress(FileNotFoundError):
                     told.append(file.read_text() if file.is_file() else "")
-            told.append(json.dumps(pool.snapshot()))
+            told.append(json.dumps(pool.snapshot().as_dict()))
             await session.close()
     told.append(json.dumps(logs, default=repr, ensure_ascii=False))
     words = (
@@ -360,7 +360,7 @@ async def test_cleanup_removes_what_a_killed_gateway_left_and_nothing_else(
         done = await anyio.to_thread.run_sync(cleanup, settings)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1].startswith("removed: 6 containers, 6 ledger entries,")
-        assert len(await engine.list(LABEL_POOL, live.snapshot()["pool"])) == 2
+        assert len(await engine.list(LABEL_POOL, live.snapshot().pool)) == 2
         assert (await (await live.acquire("agent", "session")).call(code="print(1)")).ok
     left = [row.name for row in await engine.list(LABEL_POOL, pool_id)]
     assert left == [f"emberpool-{pool_id}-0badcafe-1"]
@@ -377,7 +377,7 @@ async def test_cleanup_leaves_a_live_pool_alone_and_says_whose_it_is(
         done = await anyio.to_thread.run_sync(cleanup, settings)
         assert done.returncode == 1
         assert f"in use by a live pool (pid {os.getpid()}, since " in done.stdout
-        assert {row.name for row in await engine.list(LABEL_POOL, pool.snapshot()["pool"])} == pool._containers.names
+        assert {row.name for row in await engine.list(LABEL_POOL, pool.snapshot().pool)} == pool._shell.containers.names
 
 
 async def test_cleanup_without_an_engine_removes_nothing(
@@ -412,7 +412,7 @@ async def test_a_start_after_every_file_was_damaged_removes_what_a_killed_gatewa
     for file in (place / "pool.json", *(place / "ledger").iterdir()):
         file.write_bytes(file.read_bytes()[:cut])
     async with SandboxPool(settings) as pool:
-        assert pool.snapshot()["pool"] == pool_id
+        assert pool.snapshot().pool == pool_id
         assert (await (await pool.acquire("agent", "session")).call(code="print(1)")).ok
         listed = {row.id for row in await engine.list(LABEL_POOL, pool_id)}
         assert not listed & set(ours.values())

@@ -183,7 +183,7 @@ async def test_pool_refuses_an_unfit_image_at_once_and_heals_once_its_name_is_an
     async with SandboxPool(engine_settings.model_copy(update={"sandbox": sandbox})) as pool:
         with unfit("exit status 3"):
             await pool.acquire("agent", "session")
-        assert pool.snapshot()["fault"] == "ImageUnfit"
+        assert pool.snapshot().fault == "ImageUnfit"
         await real_engine.engine.tag(real_engine.image.id, name)
         with anyio.fail_after(60):
             while isinstance(session := await outcome(lambda: pool.acquire("agent", "session")), EmberpoolError):
@@ -199,7 +199,7 @@ async def test_cold_call_in_an_image_without_python_runs_a_program_and_refuses_c
     tiny = await real_engine.import_image(pack(tmp_path / "tiny.tar"))
     sandbox = engine_settings.sandbox.model_copy(update={"image": tiny.id})
     async with SandboxPool(engine_settings.model_copy(update={"sandbox": sandbox})) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up")
+        await until(lambda: pool.snapshot().engine == "up")
         assert (await pool.call_cold(["sh", "-c", "echo $((6 * 7))"])).stdout == b"42\n"
         with pytest.raises(InvalidCall, match="no python3"):
             await pool.call_cold(code="print(1)")

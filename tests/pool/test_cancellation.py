@@ -61,7 +61,7 @@ async def test_a_cancelled_acquire_from_the_standbys_gives_everything_back(
     state_dir: Path, cancelled: Cancelled
 ) -> None:
     async def a_standby_stands(pool: SandboxPool) -> None:
-        await until(lambda: pool.snapshot()["sandboxes"]["standby"], limit=5)
+        await until(lambda: pool.snapshot().sandboxes.standby, limit=5)
 
     await _each_place(state_dir, cancelled, _acquire, standbys=1, prepare=a_standby_stands)
 
@@ -146,7 +146,7 @@ async def test_a_cancelled_pool_removes_its_containers_before_it_ends(state_dir:
         pool = SandboxPool(settings_of(state_dir, min_standby=2), find=engine.find)
         with anyio.CancelScope() as scope:
             async with pool:
-                await until(lambda: pool.snapshot()["sandboxes"]["standby"] == 2, limit=5)
+                await until(lambda: pool.snapshot().sandboxes.standby == 2, limit=5)
                 await pool.acquire("agent", "session")
                 scope.cancel()
                 await anyio.sleep_forever()

@@ -67,14 +67,14 @@ def _virtual_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _checked(pool: SandboxPool) -> None:
     """Check the core's invariants after every step that the shell takes."""
-    step = pool._state.step
+    step = pool._shell.state.step
 
     def checked(event: Any, now: float) -> Any:
         effects = step(event, now)
-        check_invariants(pool._state, now)
+        check_invariants(pool._shell.state, now)
         return effects
 
-    pool._state.step = checked  # type: ignore[method-assign]
+    pool._shell.state.step = checked  # type: ignore[method-assign]
 
 
 async def _use(pool: SandboxPool, dice: random.Random, name: str, ended: list[object]) -> None:
@@ -153,7 +153,7 @@ async def test_whatever_fails_every_call_ends_once_and_the_pool_heals(state_dir:
         # Two resyncs and every backoff later nothing of it is left but the standby.
         await anyio.sleep(700)
         assert len(engine.boxes) == 1
-        assert len(pool._hub.names()) == 1
+        assert len(pool._shell.hub.names()) == 1
         assert len(list((state_dir / "ledger").iterdir())) == 1
-        assert pool.snapshot()["sandboxes"]["standby"] == 1
+        assert pool.snapshot().sandboxes.standby == 1
         assert (await (await pool.acquire("agent", "after")).call(code="echo well")).stdout == b"well\n"

@@ -47,7 +47,7 @@ async def test_handles_that_are_forgotten_hold_neither_session_nor_share(
         await anyio.sleep(61)
         assert isinstance(await outcome(lambda: pool.acquire("agent", "third")), Session)
         await anyio.sleep(61)
-        assert pool._state.sessions == {}
+        assert pool._shell.state.sessions == {}
 
 
 async def test_handle_that_is_kept_holds_its_session_whatever_became_of_others(
@@ -61,7 +61,7 @@ async def test_handle_that_is_kept_holds_its_session_whatever_became_of_others(
         await anyio.sleep(120)
         assert isinstance(await outcome(lambda: pool.acquire("agent", "other")), QuotaExceeded)
         assert (await kept.call(code="echo x")).ok
-        assert pool._state.sessions["agent", "session"].handles == 1
+        assert pool._shell.state.sessions["agent", "session"].handles == 1
 
 
 async def test_handle_is_counted_once_whether_it_was_released_or_its_session_closed(
@@ -74,13 +74,13 @@ async def test_handle_is_counted_once_whether_it_was_released_or_its_session_clo
         gc.collect()
         await anyio.sleep(1)
         await second.call(code="echo x")
-        assert pool._state.sessions["agent", "session"].handles == 1
+        assert pool._shell.state.sessions["agent", "session"].handles == 1
         await second.close()
         anew = await pool.acquire("agent", "session")
         del second
         gc.collect()
         await anew.call(code="echo x")
-        assert pool._state.sessions["agent", "session"].handles == 1
+        assert pool._shell.state.sessions["agent", "session"].handles == 1
 
 
 async def test_handle_may_be_collected_in_any_thread_and_after_its_pool(
@@ -93,6 +93,6 @@ async def test_handle_may_be_collected_in_any_thread_and_after_its_pool(
         thread.join()
         gc.collect()
         assert (await held[0].call(code="echo x")).ok
-        assert pool._state.sessions["agent", "session"].handles == 1
+        assert pool._shell.state.sessions["agent", "session"].handles == 1
     held.clear()
     gc.collect()

@@ -172,7 +172,7 @@ async def test_a_start_that_asyncio_cancels_leaves_no_pool_behind(
     if starting.cancel():
         with pytest.raises(asyncio.CancelledError):
             await starting
-        await until(lambda: pool._life.ended or not pool._life.pid, limit=5)
+        await until(lambda: pool._shell.life.ended or not pool._shell.life.pid, limit=5)
     await pool.aclose()
     assert engine.boxes == {}
     async with running(engine, settings_of(state_dir)):
@@ -188,7 +188,7 @@ async def test_a_close_goes_on_although_asyncio_cancels_whoever_waits(engine: Sc
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
-    await until(lambda: pool._life.ended, limit=5)
+    await until(lambda: pool._shell.life.ended, limit=5)
     assert_closed(pool, engine)
 
 
@@ -240,7 +240,7 @@ def test_a_trio_run_that_ends_closes_the_pool_that_was_forgotten(state_dir: Path
         async def serve() -> None:
             async with trio_tasks:
                 trio_tasks.cancel_scope.shield = True
-                await until(lambda: pool._life.ended)
+                await until(lambda: pool._shell.life.ended)
                 trio_tasks.cancel_scope.cancel()
 
         trio.lowlevel.spawn_system_task(serve)
@@ -267,17 +267,17 @@ async def test_a_drain_refuses_at_once_lets_a_call_end_and_closes_the_pool(
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(call)
-        await until(lambda: pool.snapshot()["running"] == 1, limit=5)
+        await until(lambda: pool.snapshot().running == 1, limit=5)
         pool.drain()
         assert isinstance(await outcome(lambda: pool.acquire("agent", "other")), PoolClosed)
         assert isinstance(await outcome(lambda: session.call(code="echo one")), PoolClosed)
-        await until(lambda: pool._state.closing, limit=5)
+        await until(lambda: pool._shell.state.closing, limit=5)
         assert isinstance(await outcome(lambda: pool.acquire("agent", "other")), PoolClosed)
         assert isinstance(await outcome(lambda: session.call(code="echo two")), PoolClosed)
         assert answers == []
         engine.gates.add("go")
     assert answers[0].stdout == b"done\n"  # type: ignore[attr-defined]
-    await until(lambda: pool._life.ended, limit=5)  # by itself
+    await until(lambda: pool._shell.life.ended, limit=5)  # by itself
     assert_closed(pool, engine)
     await pool.aclose()
     pool.drain()
@@ -309,10 +309,10 @@ async def test_a_signal_handler_and_a_thread_may_drain(engine: ScriptedEngine, s
         signal.raise_signal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    await until(lambda: pool._life.ended, limit=5)
+    await until(lambda: pool._shell.life.ended, limit=5)
     second = await SandboxPool(settings_of(state_dir), find=engine.find).start()
     await anyio.to_thread.run_sync(second.drain)
-    await until(lambda: second._life.ended, limit=5)
+    await until(lambda: second._shell.life.ended, limit=5)
 
 
 # --- ready --------------------------------------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ async def test_a_callback_that_raises_or_calls_the_pool_changes_nothing(
     session = await pools[0].acquire("agent", "session")
     await session.close()
     assert (await (await pools[0].acquire("agent", "session")).call(code="echo on")).ok
-    assert pools[0]._state.policy.max_sandboxes == 3
+    assert pools[0]._shell.state.policy.max_sandboxes == 3
     await pools[0].aclose()
     assert_closed(pools[0], engine)
 
@@ -482,7 +482,7 @@ async def test_a_failed_supervisor_ends_calls_is_told_at_each_call_and_leaves_no
         async def bug() -> None:
             raise ZeroDivisionError("a bug")
 
-        pool._life.tasks.start_soon(bug)
+        pool._shell.life.tasks.start_soon(bug)
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(fail)
@@ -512,7 +512,7 @@ async def test_a_blocks_own_error_is_not_lost_to_the_supervisors(engine: Scripte
 
     with pytest.raises(KeyError) as caught:  # noqa: PT012 - the block is what is tested
         async with SandboxPool(settings_of(state_dir), find=find) as pool:  # type: ignore[arg-type]
-            await until(lambda: pool._life.ended, limit=5)
+            await until(lambda: pool._shell.life.ended, limit=5)
             raise KeyError("mine")
     assert "ZeroDivisionError: a bug" in caught.value.__notes__[0]
 

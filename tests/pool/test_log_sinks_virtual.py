@@ -107,7 +107,7 @@ def logged() -> frozenset[str]:
             for node in ast.walk(ast.parse(file.read_text("utf-8"))):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                     levels = {"debug", "info", "warning", "error"}
-                    at = 0 if node.func.attr in levels else 1 if node.func.attr == "_say" else None
+                    at = 0 if node.func.attr in levels else 1 if node.func.attr == "log_later" else None
                     if at is not None and len(node.args) > at and _is_event(node.args[at]):
                         found.add(ast.literal_eval(node.args[at]))
     return frozenset(found)
@@ -127,7 +127,7 @@ class Stage:
         """A pool that still answers after whatever was done in it, closes, and leaves nothing."""
         settings = settings_of(self.state_dir, resync_interval=10, **keys)
         async with SandboxPool(settings, find=self.engine.find, make_image=make) as pool:
-            await until(lambda: pool.snapshot()["engine"] == "up")
+            await until(lambda: pool.snapshot().engine == "up")
             yield pool
             await self.answers(pool)
         assert_closed(pool, self.engine)
@@ -194,9 +194,9 @@ async def engine_trouble(stage: Stage) -> None:
 
 async def name_taken(stage: Stage) -> None:
     async with stage.pool() as pool:
-        stage.engine.foreign(pool._containers.name(1))
+        stage.engine.foreign(pool._shell.containers.name(1))
         session = await pool.acquire("agent", "session")
-        del stage.engine.boxes[pool._containers.name(1)]
+        del stage.engine.boxes[pool._shell.containers.name(1)]
         await session.close()
 
 
@@ -225,7 +225,7 @@ async def leftovers(stage: Stage) -> None:
         await until(lambda: count(pool, "standby") == 3)
         await anyio.sleep(300)
         engine.boxes.pop("theirs", None)
-        StateDirectory.remove_stray(pool._directory, place / "staging" / "stray")
+        StateDirectory.remove_stray(pool._shell.directory, place / "staging" / "stray")
 
 
 def _unusable(work: Callable[..., None], state: StateDirectory, path: Path) -> None:
@@ -287,7 +287,7 @@ async def no_python(stage: Stage) -> None:
         await outcome(lambda: session.call(["kill 9"]))
         await anyio.sleep(10)
         stage.engine.python = True
-        pool._containers._python.clear()
+        pool._shell.containers._python.clear()
         await session.close()
 
 
@@ -317,7 +317,7 @@ async def supervisor_fails(stage: Stage) -> None:
 
     pool = await SandboxPool(settings_of(stage.state_dir), find=stage.engine.find).start()
     await stage.acquired(pool, "agent")
-    pool._life.tasks.start_soon(bug)
+    pool._shell.life.tasks.start_soon(bug)
     assert isinstance(await outcome(pool.aclose), PoolUnusable)
     assert stage.engine.boxes == {}
     async with stage.pool():
@@ -407,13 +407,13 @@ async def test_a_sink_that_raises_at_everything_changes_nothing(stage: Stage, si
 async def test_the_snapshot_tells_how_many_lines_were_lost(stage: Stage, sink: Sink) -> None:
     async with stage.pool() as pool:
         session = await pool.acquire("agent", "session")
-        before = pool.snapshot()["lost_log_lines"]
+        before = pool.snapshot().lost_log_lines
         sink.bad, sink.error = {"call.ended"}, ValueError()
         for _ in range(3):
             await session.call(code="echo x")
         await pool.call_cold(code="echo x")
         sink.bad = set()
-        assert pool.snapshot()["lost_log_lines"] == before + 4
+        assert pool.snapshot().lost_log_lines == before + 4
 
 
 # --- what is no failure of a sink -------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ async def test_an_interrupt_in_a_sink_loses_no_effect_and_no_other_line(stage: S
         with pytest.raises(KeyboardInterrupt):
             await use()
         await anyio.sleep(5)
-        assert pool.snapshot()["sandboxes"]["stopping"] == pool.snapshot()["waiting"] == 0
+        assert pool.snapshot().sandboxes.stopping == pool.snapshot().waiting == 0
         assert_balanced(pool)
         assert sink.raised == 1
 

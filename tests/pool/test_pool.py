@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from executor.errors import (
 from pool.ledger.ledger import StateDirectory
 from pool.pool import SandboxPool
 from pool.session import Session
+from pool.supervisor.snapshot import SandboxCounts
 from tests.support.pools import assert_closed, count, outcome, running, settings_of, until
 from tests.support.scripted import ScriptedEngine
 
@@ -71,7 +73,7 @@ async def test_a_released_handle_refuses_and_the_others_go_on(pool: SandboxPool)
     await first.release()
     assert isinstance(await outcome(lambda: first.call(code="echo x")), SessionClosed)
     assert (await second.call(code="echo x")).ok
-    assert pool._state.sessions["agent", "session"].handles == 1
+    assert pool._shell.state.sessions["agent", "session"].handles == 1
 
 
 async def test_closing_ends_the_session_for_every_handle(pool: SandboxPool) -> None:
@@ -94,7 +96,7 @@ async def test_closing_ends_a_running_call_and_whoever_waits(pool: SandboxPool, 
         tasks.start_soon(call)
         await until(lambda: engine.the_box().busy, limit=5)
         tasks.start_soon(call)
-        await until(lambda: pool.snapshot()["waiting"] == 1, limit=5)
+        await until(lambda: pool.snapshot().waiting == 1, limit=5)
         await session.close()
     assert [type(answer) for answer in answers] == [SessionClosed, SessionClosed]
     assert sorted(answer.started for answer in answers if isinstance(answer, SessionClosed)) == [False, True]
@@ -121,7 +123,7 @@ async def test_a_cold_call_of_which_no_event_tells_may_have_run_and_is_not_refus
     pool: SandboxPool, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else whoever retries what never started would run it twice."""
-    monkeypatch.setattr(pool._hub, "publish", lambda event: None)
+    monkeypatch.setattr(pool._shell.hub, "publish", lambda event: None)
     for code in (1, 125, 126, 127):
         error = await outcome(lambda code=code: pool.call_cold(code=f"err docker: Cannot connect; exit {code}"))  # type: ignore[misc]
         assert isinstance(error, SandboxDied)
@@ -155,7 +157,7 @@ async def test_calls_of_one_session_run_one_after_another(pool: SandboxPool, eng
     async with anyio.create_task_group() as tasks:
         for name in "abc":
             tasks.start_soon(call, name)
-            await until(lambda: pool.snapshot()["waiting"] + pool.snapshot()["running"] + len(ended) > 0, limit=5)
+            await until(lambda: pool.snapshot().waiting + pool.snapshot().running + len(ended) > 0, limit=5)
         while len(ended) < 3:
             most = max(most, engine.the_box().busy)
             await anyio.lowlevel.checkpoint()
@@ -298,7 +300,7 @@ async def test_a_bad_request_is_an_invalid_call_and_starts_nothing(
     if "generation" not in request_:
         assert isinstance(await outcome(lambda: pool.call_cold(**request_)), InvalidCall)
     assert engine.asked["attach"] == asked
-    assert pool._places == {}
+    assert pool._shell.waiting == {}
 
 
 async def test_output_beyond_the_callers_cap_is_dropped_and_counted(pool: SandboxPool) -> None:
@@ -344,8 +346,8 @@ async def test_the_state_directory_is_free_again_after_the_pool(engine: Scripted
     instances = set()
     for _ in range(2):
         async with running(engine, settings_of(state_dir)) as pool:
-            instances.add(pool.snapshot()["instance"])
-            identity = pool.snapshot()["pool"]
+            instances.add(pool.snapshot().instance)
+            identity = pool.snapshot().pool
     assert len(instances) == 2
     assert identity == json.loads((state_dir / "pool.json").read_text("utf-8"))["pool_id"]
 
@@ -425,9 +427,46 @@ async def test_the_snapshot_counts_what_there_is(engine: ScriptedEngine, state_d
         await pool.acquire("agent", "session")
         await until(lambda: count(pool, "standby") == 1, limit=5)
         shown = pool.snapshot()
-        assert shown["sandboxes"] == {"starting": 0, "standby": 1, "bound": 1, "stopping": 0}
-        assert (shown["sessions"], shown["waiting"], shown["running"], shown["cold"]) == (1, 0, 0, 0)
-        assert (shown["engine"], shown["fault"]) == ("up", None)
+        assert shown.sandboxes == SandboxCounts(standby=1, bound=1)
+        assert (shown.sessions, shown.waiting, shown.running, shown.cold) == (1, 0, 0, 0)
+        assert (shown.state, shown.engine, shown.fault, shown.error) == ("running", "up", None, None)
+        assert shown.healthy
+        as_dict = shown.as_dict()
+        assert as_dict["sandboxes"] == {"starting": 0, "standby": 1, "bound": 1, "stopping": 0}
+        assert json.loads(json.dumps(as_dict)) == as_dict
+        pool.drain(1.0)
+        assert pool.snapshot().state == "closing"
+    closed = pool.snapshot()
+    assert (closed.state, closed.sandboxes, closed.pool, closed.healthy) == (
+        "closed",
+        SandboxCounts(),
+        shown.pool,
+        False,
+    )
+
+
+def test_the_snapshot_of_a_pool_that_was_never_started_says_so(state_dir: Path) -> None:
+    shown = SandboxPool(settings_of(state_dir)).snapshot()
+    assert (shown.state, shown.pool, shown.instance, shown.engine, shown.healthy) == ("new", "", "", "down", False)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_snapshot_of_a_pool_whose_loop_ended_says_so(state_dir: Path, backend: str) -> None:
+    async def leave() -> SandboxPool:
+        async with ScriptedEngine() as engine:
+            pool = await SandboxPool(settings_of(state_dir), find=engine.find).start()
+            await pool.ready()
+            return pool
+
+    pool = anyio.run(leave, backend=backend)
+    shown = pool.snapshot()
+    assert (shown.state, shown.engine, shown.healthy) == ("failed", "down", False)
+    assert "ended before the pool was closed" in str(shown.error)
+    pools = [pool]
+    del pool
+    with pytest.warns(ResourceWarning):
+        pools.clear()
+    gc.collect()
 
 
 async def test_a_container_is_removed_by_what_it_is_and_not_by_its_name(

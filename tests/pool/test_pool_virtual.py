@@ -407,7 +407,7 @@ async def test_what_was_told_while_the_events_were_cut_is_still_heard(engine: Sc
         engine.cut_events()
         engine.gates.add("go")
         await until(lambda: not engine.boxes)
-        assert not pool._hub.connected
+        assert not pool._shell.hub.connected
         await until(lambda: answers)
         assert getattr(answers[0], "exit_code", answers[0]) == 4
 
@@ -436,7 +436,7 @@ async def test_repeated_and_late_events_change_nothing(engine: ScriptedEngine, s
         engine.die(engine.the_box(), 137)
         await anyio.sleep(5)
         assert engine.asked["start"] == 2
-        assert pool._state.sessions["agent", "session"].deaths[1:] == []
+        assert pool._shell.state.sessions["agent", "session"].deaths[1:] == []
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -582,7 +582,7 @@ async def test_one_container_that_cannot_be_removed_does_not_close_the_pool(
         assert len(engine.boxes) == 2
         await anyio.sleep(30)
         assert (await session.call(code="echo on")).ok
-        assert pool.snapshot()["engine"] == "up"
+        assert pool.snapshot().engine == "up"
         engine.always.clear()
         await anyio.sleep(10)
         assert len(engine.boxes) == 1
@@ -607,9 +607,9 @@ async def test_a_start_whose_name_is_taken_leaves_the_other_container_alone(
 ) -> None:
     async with SandboxPool(settings_of(state_dir), find=engine.find) as pool:
         await anyio.sleep(1)
-        other = engine.foreign(pool._containers.name(1))
+        other = engine.foreign(pool._shell.containers.name(1))
         session = await pool.acquire("agent", "session")
-        assert session.generation == f"{pool._containers.instance}-2"
+        assert session.generation == f"{pool._shell.containers.instance}-2"
     assert list(engine.boxes.values()) == [other]
     assert list((state_dir / "ledger").iterdir()) == []
 
@@ -690,8 +690,8 @@ async def test_hours_of_use_leave_no_trace(engine: ScriptedEngine, state_dir: Pa
         assert engine.most <= 3 + settings.pool.max_cold
         await anyio.sleep(3600)
         assert count(pool, "standby") == len(engine.boxes) == 1
-        assert pool._state.sessions == {}
-        assert len(pool._hub.names()) == 1
+        assert pool._shell.state.sessions == {}
+        assert len(pool._shell.hub.names()) == 1
         assert len(list((state_dir / "ledger").iterdir())) == 1
 
 
@@ -700,7 +700,7 @@ async def test_a_cold_call_whose_name_is_taken_leaves_the_other_container_alone(
 ) -> None:
     async with SandboxPool(settings_of(state_dir, resync_interval=5), find=engine.find) as pool:
         await anyio.sleep(1)
-        other = engine.foreign(pool._containers.name(0)[:-1] + "c1")
+        other = engine.foreign(pool._shell.containers.name(0)[:-1] + "c1")
         assert isinstance(await outcome(lambda: pool.call_cold(code="echo x")), EngineFailed)
         assert (await pool.call_cold(code="echo x")).ok
         await anyio.sleep(10)

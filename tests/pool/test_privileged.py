@@ -54,7 +54,7 @@ async def run_words(engine: ScriptedEngine, settings: Settings, act: Act) -> tup
             # A scripted engine runs steps, not programs: here they do not matter.
             return await real(type(call)(code="echo ran", cwd=call.cwd, timeout=call.timeout), setting)
 
-        real, pool._containers.cold = pool._containers.cold, kept  # type: ignore[method-assign]
+        real, pool._shell.containers.cold = pool._shell.containers.cold, kept  # type: ignore[method-assign]
         await act(pool.privileged)
     (words,) = engine.started
     (call,) = calls

@@ -21,13 +21,15 @@ Attempt = Callable[[SandboxPool, Session], Awaitable[object]]
 
 ATTEMPTS: dict[str, Attempt] = {
     "call for a lost generation": lambda pool, session: session.call(
-        code="echo x", generation=f"{pool._containers.instance}-99"
+        code="echo x", generation=f"{pool._shell.containers.instance}-99"
     ),
     "call for a generation of an earlier start": lambda pool, session: session.call(
         code="echo x", generation="other-1"
     ),
     "call that is wrong": lambda pool, session: session.call(code="echo x", timeout=-1),
-    "streamed call for a lost generation": lambda pool, session: _stream(session, f"{pool._containers.instance}-99"),
+    "streamed call for a lost generation": lambda pool, session: _stream(
+        session, f"{pool._shell.containers.instance}-99"
+    ),
     "tool call that is wrong": lambda pool, session: session.tool(Tool(name="t", inline="x"), 5),
     "file that is wrong": lambda pool, session: session.read_file("x", max_bytes=-1),
     "acquire past the quota": lambda pool, session: pool.acquire("agent", "other"),

@@ -36,7 +36,7 @@ async def test_growth_starts_at_once_and_serves_who_waits(engine: ScriptedEngine
         assert isinstance(await outcome(lambda: pool.acquire("a", "2", timeout=5)), PoolExhausted)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(pool.acquire, "a", "3")
-            await until(lambda: pool.snapshot()["waiting"] == 1)
+            await until(lambda: pool.snapshot().waiting == 1)
             pool.resize(max_sandboxes=3, min_standby=1)
         await until(lambda: count(pool, "standby") == 1)
         assert count(pool, "bound") == 2
@@ -76,10 +76,10 @@ async def test_a_size_that_cannot_be_changes_nothing(
     engine: ScriptedEngine, tmp_path: Path, sizes: dict[str, Any]
 ) -> None:
     async with running(engine, settings_of(tmp_path / "s", max_sandboxes=4)) as pool:
-        before = pool._state.policy
+        before = pool._shell.state.policy
         with pytest.raises(InvalidCall, match=r"min_standby|max_sandboxes"):
             pool.resize(**sizes)
-        assert pool._state.policy is before
+        assert pool._shell.state.policy is before
 
 
 async def test_a_size_beyond_the_uids_is_refused(engine: ScriptedEngine, tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ async def test_a_pool_does_not_grow_beyond_the_hosts_memory(
         if overcommit:
             pool.resize(max_sandboxes=6)
             return
-        before = pool._state.policy
+        before = pool._shell.state.policy
         with pytest.raises(InvalidCall, match=r"max_sandboxes: .*pool.max_sandboxes 6 .* is 8,192 MiB"):
             pool.resize(max_sandboxes=6)
-        assert pool._state.policy is before
+        assert pool._shell.state.policy is before
         pool.resize(max_sandboxes=1)

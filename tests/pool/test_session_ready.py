@@ -46,11 +46,11 @@ async def test_ready_of_a_session_without_a_sandbox_waits_for_the_next_one(state
 async def test_ready_returns_once_the_next_runner_is_armed(engine_settings: Settings) -> None:
     async with SandboxPool(engine_settings) as pool:
         with anyio.fail_after(60):
-            await until(lambda: pool.snapshot()["engine"] == "up")
+            await until(lambda: pool.snapshot().engine == "up")
         session = await pool.acquire("agent", "a")
         for _ in range(2):
             await session.call(code="print(1)")
-            runners = next(iter(pool._containers.sandboxes.values()))._runners
+            runners = next(iter(pool._shell.containers.sandboxes.values()))._runners
             assert runners is not None
             before = runners._lanes[0]
             await session.ready()

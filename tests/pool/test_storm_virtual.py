@@ -22,6 +22,7 @@ from pool.config.load import Settings
 from pool.core import events as ev
 from pool.pool import SandboxPool
 from pool.session import Session
+from pool.supervisor.snapshot import SandboxCounts
 from tests.pool.test_chaos import FAULTS, MISDEEDS, OPERATIONS, PLACES
 from tests.support.pools import (
     LATENCY,
@@ -147,7 +148,7 @@ async def test_schedule_leaves_balanced_accounts_and_a_pool_at_rest(
             ScriptedEngine(latency=LATENCY) as engine,
             running(engine, random_settings(dice, state_dir)) as pool,
         ):
-            pool._random = random.Random(seed)
+            pool._shell._random = random.Random(seed)
             Judge(pool)
             async with anyio.create_task_group() as troubles:
                 troubles.start_soon(trouble, pool, engine, dice)
@@ -174,23 +175,23 @@ async def test_schedule_leaves_balanced_accounts_and_a_pool_at_rest(
 async def test_call_whose_sandbox_dies_at_the_very_moment_of_its_turn_is_told_so(state_dir: Path) -> None:
     settings = settings_of(state_dir, restart_limit=100, restart_window=1.0)
     async with ScriptedEngine(latency=LATENCY) as engine, running(engine, settings) as pool:
-        session, step = await pool.acquire("agent", "session"), pool._state.step
+        session, step = await pool.acquire("agent", "session"), pool._shell.state.step
         dying: list[int] = []
 
         def dies_at_its_turn(event: ev.Event, now: float) -> list[ev.Effect]:
             effects = step(event, now)
             for effect in effects:
                 if isinstance(effect, ev.RunCall) and effect.waiter in dying:
-                    pool._queue.append(ev.SandboxDied(effect.n, "killed"))
+                    pool._shell._queue.append(ev.SandboxDied(effect.n, "killed"))
             return effects
 
-        pool._state.step = dies_at_its_turn  # type: ignore[method-assign]
+        pool._shell.state.step = dies_at_its_turn  # type: ignore[method-assign]
         for _ in range(20):  # trio runs the tasks of one turn in any order
             ends: list[object] = []
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(session.call, ["sleep", "2"])
-                await until(lambda: pool.snapshot()["running"] == 1)
-                dying.append(pool._waiters + 1)
+                await until(lambda: pool.snapshot().running == 1)
+                dying.append(pool._shell._waiters + 1)
                 ends.append(await outcome(lambda: session.call(code="echo x")))
             assert isinstance(ends[0], SandboxDied), ends
             assert (await session.call(code="echo on")).ok
@@ -200,7 +201,7 @@ async def test_call_whose_sandbox_dies_at_the_very_moment_of_its_turn_is_told_so
 def at_rest(pool: SandboxPool, engine: ScriptedEngine) -> bool:
     """Two standbys and nothing else is left, in the books, on the engine and in the ledger."""
     now = pool.snapshot()
-    if now["sandboxes"] != {"starting": 0, "standby": 2, "bound": 0, "stopping": 0} or now["sessions"]:
+    if now.sandboxes != SandboxCounts(standby=2) or now.sessions:
         return False
     named = {file.stem for file in (pool.settings.pool.state_dir / "ledger").iterdir()}
-    return named == set(engine.boxes) == pool._containers.names
+    return named == set(engine.boxes) == pool._shell.containers.names

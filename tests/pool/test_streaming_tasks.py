@@ -35,7 +35,7 @@ async def pool(engine: ScriptedEngine, state_dir: Path) -> AsyncIterator[Sandbox
 
 async def still_as_good(pool: SandboxPool, session: Session, generation: str | None) -> None:
     """The call that a stream was has ended, and cost its session nothing."""
-    await until(lambda: pool.snapshot()["running"] == 0, limit=5)
+    await until(lambda: pool.snapshot().running == 0, limit=5)
     result = await session.call(code="echo on")
     assert (result.stdout, result.generation) == (b"on\n", generation)
     assert_balanced(pool)
@@ -100,7 +100,7 @@ async def test_a_stream_that_is_dropped_ends_its_call(pool: SandboxPool, where: 
     first = session.generation
     held: list[CallStream] = [session.stream(code="echo one; hang")]
     assert await anext(held[0]) == Output("stdout", b"one\n")
-    assert pool.snapshot()["running"] == 1
+    assert pool.snapshot().running == 1
     if where == "here":
         held.clear()
     else:

@@ -65,13 +65,13 @@ async def outcome(call: Callable[[], Awaitable[object]]) -> object:
 
 
 def count(pool: SandboxPool, phase: str) -> int:
-    return int(pool.snapshot()["sandboxes"][phase])
+    return int(getattr(pool.snapshot().sandboxes, phase))
 
 
 def assert_balanced(pool: SandboxPool) -> None:
     """Nobody waits, nobody runs, and every bound sandbox has its session."""
-    state = pool._state
-    assert pool._places == {}
+    state = pool._shell.state
+    assert pool._shell.waiting == {}
     assert state.waiters == {}
     assert state.cold == set()
     assert state.ending == set()
@@ -95,6 +95,6 @@ def assert_closed(pool: SandboxPool, engine: ScriptedEngine) -> None:
             assert file.stem in engine.untold
             assert json.loads(file.read_text())["container"] == ""
         assert {place.name for place in (path / "staging").iterdir()} <= engine.untold.keys()
-    assert pool._state.sandboxes == {}
-    assert pool._containers.names == set()
-    assert pool._hub.names() == []
+    assert pool._shell.state.sandboxes == {}
+    assert pool._shell.containers.names == set()
+    assert pool._shell.hub.names() == []

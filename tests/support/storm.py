@@ -73,9 +73,9 @@ class Judge:
 
     def __init__(self, pool: SandboxPool) -> None:
         self.grants = 0
-        self._state, self._step = pool._state, pool._state.step
+        self._state, self._step = pool._shell.state, pool._shell.state.step
         self._waiting: dict[int, ev.SessionKey] = {}
-        pool._state.step = self.step  # type: ignore[method-assign]
+        pool._shell.state.step = self.step  # type: ignore[method-assign]
 
     def step(self, event: ev.Event, now: float) -> list[ev.Effect]:
         restarting = {key for key, session in self._state.sessions.items() if session.restarting} | self._loses(event)

@@ -36,7 +36,7 @@ async def main(place):
             assert (await session.call(code="echo x")).ok
             if {trouble}:
                 engine.cut_events()
-                while pool.snapshot()["engine"] == "up":
+                while pool.snapshot().engine == "up":
                     await anyio.sleep(0.01)
 
 with tempfile.TemporaryDirectory(prefix="ember-", dir="/tmp") as place:

@@ -158,7 +158,7 @@ async def test_engine_that_is_away_is_asked_for_no_exec(engine: ScriptedEngine, 
         assert engine.asked["attach"] == execs
         assert engine.asked["kill"] - kills <= 8, "each sandbox is asked for once, if at all"
         engine.up()
-        await until(lambda: pool.snapshot()["engine"] == "up" and count(pool, "standby") == 3)
+        await until(lambda: pool.snapshot().engine == "up" and count(pool, "standby") == 3)
 
 
 async def test_exec_that_is_under_way_when_the_engine_goes_is_waited_for(
@@ -185,7 +185,7 @@ async def test_sandbox_that_is_let_go_while_its_engine_is_away_waits_for_nothing
 ) -> None:
     async with SandboxPool(settings_of(state_dir, drain_timeout=1), find=engine.find) as pool:
         session = await pool.acquire("agent", "session")
-        box = pool._containers.sandboxes[1]
+        box = pool._shell.containers.sandboxes[1]
         engine.down()
         await anyio.sleep(10)
         await session.close()

@@ -43,7 +43,7 @@ async def test_start_that_would_lack_a_file_is_refused_before_anything_is_made(t
         settings = settings_of(tmp_path / "state")
         settings = settings.model_copy(update={"sandbox": settings.sandbox.model_copy(update={what: value})})
         async with SandboxPool(settings, find=engine.find) as pool:
-            await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
+            await until(lambda: pool.snapshot().engine == "up", limit=5)
             for attempt in (lambda: pool.acquire("agent", "chat"), lambda: pool.call_cold(["true"])):
                 error = await outcome(attempt)
                 assert isinstance(error, ProfileMismatch)

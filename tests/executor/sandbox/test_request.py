@@ -36,7 +36,7 @@ from executor.sandbox.request import (
 )
 from executor.sandbox.seccomp import WITNESS_ERRNO
 from pool.config.load import Settings
-from pool.supervisor.calls import checked_call
+from pool.supervisor.requests import checked_call
 from tests.support.wire import request
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="the inside of a container is POSIX")

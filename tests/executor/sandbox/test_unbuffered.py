@@ -9,7 +9,7 @@ import pytest
 from executor.errors import InvalidCall
 from executor.sandbox.request import Call
 from pool.config.load import Settings
-from pool.supervisor.calls import checked_call
+from pool.supervisor.requests import checked_call
 
 
 def asked(unbuffered: Any = None, *, configured: bool = False) -> bool:

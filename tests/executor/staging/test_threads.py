@@ -213,9 +213,9 @@ async def test_a_call_whose_tool_hangs_is_refused_at_its_deadline_and_the_sessio
         assert "/tools/hangs' was not copied within the 0." in str(error)
         assert (await pool.run_tool(well, {}, session="s")).ok
         hanging.go_on.set()
-        await until(lambda: "hung=0" in repr(pool._threads), limit=30)
+        await until(lambda: "hung=0" in repr(pool._shell.threads), limit=30)
         assert (await pool.run_tool(hangs, {}, session="s")).ok
-        (box,) = pool._containers.sandboxes.values()
+        (box,) = pool._shell.containers.sandboxes.values()
         assert "held=0" in repr(box._staging)  # what came back too late holds nothing
 
 
@@ -310,7 +310,7 @@ async def test_copies_are_removed_apart_from_the_event_loop(
         assert (await pool.run_tool(toolbox.plan(settings, "well"), {}, session="s")).ok
         stray = state_dir / "staging" / "stray"
         (stray / ("a" * 32)).mkdir(parents=True)
-        await pool._containers._sweeper._remove_strays()
+        await pool._shell.containers._sweeper._remove_strays()
         assert not stray.exists()
     assert len(where) == 2
     assert not any(where.values())

@@ -207,14 +207,14 @@ async def test_a_start_removes_what_the_ledger_names(
     if known:
         _left(state_dir, "box", state, box.id)
     async with running(engine, settings_of(state_dir)) as pool:
-        await until(lambda: not engine.boxes and pool.snapshot()["engine"] == "up", limit=5)
+        await until(lambda: not engine.boxes and pool.snapshot().engine == "up", limit=5)
 
 
 @pytest.mark.anyio
 async def test_a_start_drops_entries_whose_containers_are_gone(engine: ScriptedEngine, state_dir: Path) -> None:
     _left(state_dir, "box", "bound", "c" * 64)
     async with running(engine, settings_of(state_dir)) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
+        await until(lambda: pool.snapshot().engine == "up", limit=5)
         await until(lambda: not list((state_dir / "ledger").iterdir()), limit=5)
         assert engine.asked["remove"] == 0
 
@@ -228,7 +228,7 @@ async def test_a_start_leaves_a_container_alone_that_only_has_the_name(
     # With the ID known even a copied label proves nothing.
     other = engine.foreign("box", {LABEL_POOL: pool_id if known else "somebody"})
     async with SandboxPool(settings_of(state_dir), find=engine.find) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
+        await until(lambda: pool.snapshot().engine == "up", limit=5)
     assert list(engine.boxes.values()) == [other]
     assert engine.asked["remove"] == 0
     assert list((state_dir / "ledger").iterdir()) == []
@@ -264,7 +264,7 @@ async def test_what_a_start_cannot_remove_stays_in_the_ledger_and_stops_nobody(
         for _ in range(2):
             listed = engine.asked["list"]
             engine.cut_events()
-            await until(lambda listed=listed: engine.asked["list"] > listed and pool._hub.connected, limit=5)  # type: ignore[misc]
+            await until(lambda listed=listed: engine.asked["list"] > listed and pool._shell.hub.connected, limit=5)  # type: ignore[misc]
         assert box not in engine.boxes.values()
         await until(lambda: not (state_dir / "ledger" / "box.bound").exists(), limit=5)
 
@@ -274,7 +274,7 @@ async def test_a_sandbox_is_in_the_ledger_before_its_start_and_bound_before_its_
     engine: ScriptedEngine, state_dir: Path
 ) -> None:
     async with running(engine, settings_of(state_dir)) as pool:
-        name = pool._containers.name(1)
+        name = pool._shell.containers.name(1)
         engine.before = lambda operation: seen.append((operation, sorted(os.listdir(state_dir / "ledger"))))  # noqa: PTH208
         seen: list[tuple[str, list[str]]] = []
         await pool.acquire("agent", "session")
@@ -299,12 +299,12 @@ async def test_two_pools_of_one_name_with_two_directories_see_only_their_own(
             engine.cut_events()
             await until(lambda: engine.asked["list"] >= listed + 2, limit=5)
             for one, place in zip((other, pool), places, strict=True):
-                await until(lambda one=one: one._hub.connected, limit=5)  # type: ignore[misc]
-                pool_id = one.snapshot()["pool"]
+                await until(lambda one=one: one._shell.hub.connected, limit=5)  # type: ignore[misc]
+                pool_id = one.snapshot().pool
                 own = {box.name for box in engine.boxes.values() if box.words.labels[LABEL_POOL] == pool_id}
-                assert own == one._containers.names == {file.stem for file in (place / "ledger").iterdir()}
+                assert own == one._shell.containers.names == {file.stem for file in (place / "ledger").iterdir()}
                 assert (count(one, "standby"), count(one, "bound")) == (1, 1)
-        assert {box.name for box in engine.boxes.values()} == other._containers.names
+        assert {box.name for box in engine.boxes.values()} == other._shell.containers.names
         assert (await session.call(code="echo x")).ok
 
 
@@ -313,7 +313,7 @@ async def test_a_ledger_that_cannot_be_written_refuses_and_heals(
     engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(engine, settings_of(state_dir)) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
+        await until(lambda: pool.snapshot().engine == "up", limit=5)
         with monkeypatch.context() as patched:
             patched.setattr(private_files, "write_private", _disk_is_full)
             error = await outcome(lambda: pool.acquire("agent", "session"))
@@ -324,7 +324,7 @@ async def test_a_ledger_that_cannot_be_written_refuses_and_heals(
         while session is None:
             answer = await outcome(lambda: pool.acquire("agent", "session"))
             if isinstance(answer, PoolUnusable):
-                await until(lambda: pool._state.health.retry_at < pool._stepped, limit=5)
+                await until(lambda: pool._shell.state.health.retry_at < pool._shell._now, limit=5)
             else:
                 session = answer
 
@@ -356,7 +356,7 @@ async def test_a_disk_that_fills_up_during_a_start_refuses_and_leaks_nothing(
             else:
                 patched.setattr(Path, "write_text", _disk_is_full)
             assert isinstance(await outcome(lambda: pool.acquire("agent", "session")), PoolUnusable)
-            await until(lambda: pool._state.sandboxes == {}, limit=5)
+            await until(lambda: pool._shell.state.sandboxes == {}, limit=5)
             assert engine.boxes == {}
             engine.before = lambda op: None
         # The pool was told of the start although the ledger was not, and its container is gone: nothing is left to wait for.
@@ -374,18 +374,18 @@ async def test_an_entry_that_cannot_be_dropped_now_is_dropped_later(
             await session.close()
             await until(lambda: not engine.boxes, limit=5)
             # Its place counts as taken for as long as its end is not on record.
-            await until(lambda: any(box.stop_attempts for box in pool._state.sandboxes.values()), limit=5)
+            await until(lambda: any(box.stop_attempts for box in pool._shell.state.sandboxes.values()), limit=5)
             assert len(list((state_dir / "ledger").iterdir())) == 1
         await until(lambda: not list((state_dir / "ledger").iterdir()), limit=5)
-        await until(lambda: pool._state.sandboxes == {}, limit=5)
+        await until(lambda: pool._shell.state.sandboxes == {}, limit=5)
 
 
 @pytest.mark.anyio
 async def test_a_cold_calls_entry_tells_which_container_is_its_own(engine: ScriptedEngine, state_dir: Path) -> None:
     async with running(engine, settings_of(state_dir)) as pool, anyio.create_task_group() as tasks:
         tasks.start_soon(lambda: pool.call_cold(code="gate go; echo x"))
-        await until(lambda: any(entry.container for entry in pool._directory.entries()), limit=5)
-        (entry,) = pool._directory.entries()
+        await until(lambda: any(entry.container for entry in pool._shell.directory.entries()), limit=5)
+        (entry,) = pool._shell.directory.entries()
         box = engine.the_box()
         assert (entry.name, entry.state, entry.container) == (box.name, "cold", box.id)
         assert entry.user == box.words.one("--user")
@@ -397,7 +397,7 @@ async def test_a_cold_call_runs_although_its_containers_id_cannot_be_noted(
     engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(engine, settings_of(state_dir)) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
+        await until(lambda: pool.snapshot().engine == "up", limit=5)
         with monkeypatch.context() as patched:
             engine.before = lambda op: (
                 patched.setattr(private_files, "write_private", _disk_is_full) if op == "attach" else None
@@ -412,7 +412,7 @@ async def test_a_cold_calls_entry_that_cannot_be_written_refuses_the_call(
     engine: ScriptedEngine, state_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(engine, settings_of(state_dir)) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
+        await until(lambda: pool.snapshot().engine == "up", limit=5)
         with monkeypatch.context() as patched:
             patched.setattr(private_files, "write_private", _disk_is_full)
             error = await outcome(lambda: pool.call_cold(code="echo x"))

@@ -303,7 +303,7 @@ async def test_a_start_after_damage_removes_what_the_ledger_names_and_nothing_el
     with capture_logs() as lines:
         async with SandboxPool(settings, find=engine.find) as pool:
             await full(pool)
-            assert pool.snapshot()["pool"] == pool_id
+            assert pool.snapshot().pool == pool_id
             assert not set(left) & set(engine.boxes.values())
             session = await pool.acquire("agent", "session")
             assert (await session.call(code="echo x")).ok

@@ -44,8 +44,8 @@ async def killed(pool: SandboxPool, engine: ScriptedEngine) -> None:
     async def nothing(*, everything: bool) -> None:
         pass
 
-    pool.clear_away = nothing  # type: ignore[method-assign]
-    pool._life.tasks.cancel_scope.cancel()
+    pool._shell.clear_away = nothing  # type: ignore[method-assign]
+    pool._shell.life.tasks.cancel_scope.cancel()
     engine.kill_clients()
     with pytest.raises(PoolUnusable):
         await pool.aclose()
@@ -84,12 +84,12 @@ async def test_standbys_of_a_killed_pool_are_taken_over_and_serve(engine: Script
         await full(pool)
         assert (engine.asked["start"], engine.asked["remove"], len(engine.started)) == asked
         assert set(engine.boxes.values()) == set(boxes)
-        assert pool._containers.names == {box.name for box in boxes}
+        assert pool._shell.containers.names == {box.name for box in boxes}
         session = await pool.acquire("agent", "session")
         result = await session.call(code="echo x")
         assert (result.ok, result.generation) == (True, session.generation)
         # A generation is this instance's, whoever made the container.
-        assert str(session.generation).rpartition("-")[0] == pool.snapshot()["instance"]
+        assert str(session.generation).rpartition("-")[0] == pool.snapshot().instance
         bound = [file.stem for file in (state_dir / "ledger").glob("*.bound")]
         assert bound in [[box.name] for box in boxes]
 
@@ -98,7 +98,7 @@ async def test_what_was_bound_is_removed_and_its_generation_is_lost(engine: Scri
     settings = settings_of(state_dir, min_standby=1)
     pool = await SandboxPool(settings, find=engine.find).__aenter__()
     generation = (await pool.acquire("agent", "session")).generation
-    used = next(iter(pool._containers.sandboxes.values())).name
+    used = next(iter(pool._shell.containers.sandboxes.values())).name
     await full(pool)
     await killed(pool, engine)
     async with running(engine, settings) as pool:
@@ -180,8 +180,8 @@ async def test_a_user_of_what_was_taken_over_is_nobody_elses(
     async with running(engine, settings) as pool:
         for name in ("first", "second"):
             await pool.acquire("agent", name)
-        assert box.name in pool._containers.names
-        assert len(set(pool._containers._users.values())) == len(pool._containers.names) == 3
+        assert box.name in pool._shell.containers.names
+        assert len(set(pool._shell.containers._users.values())) == len(pool._shell.containers.names) == 3
 
 
 async def test_the_core_is_told_the_age_of_what_was_taken_over(engine: ScriptedEngine, state_dir: Path) -> None:
@@ -191,11 +191,11 @@ async def test_the_core_is_told_the_age_of_what_was_taken_over(engine: ScriptedE
     change_entry(state_dir, box.name, created=entry["created"] - 1_000)
     async with running(engine, settings) as pool:
         await full(pool)
-        (n,) = pool._containers.sandboxes
-        assert 1_000 <= pool._containers.age(n) < 1_100
+        (n,) = pool._shell.containers.sandboxes
+        assert 1_000 <= pool._shell.containers.age(n) < 1_100
         await pool.acquire("agent", "session")
         await full(pool)
-        assert pool._containers.age(max(pool._containers.sandboxes)) == 0.0
+        assert pool._shell.containers.age(max(pool._shell.containers.sandboxes)) == 0.0
     # What was taken over has shown that the image has a Python; it is not asked again.
     assert [words.labels[LABEL_KIND] for words in engine.started].count("probe") == 1
 
@@ -212,9 +212,9 @@ async def assert_replaced(engine: ScriptedEngine, settings: Settings, boxes: lis
     async with running(engine, settings) as pool:
         await full(pool)
         assert not {box.name for box in boxes} & set(engine.boxes)
-        assert {box.name for box in engine.boxes.values()} == pool._containers.names
-        assert {file.stem for file in (settings.pool.state_dir / "ledger").iterdir()} == pool._containers.names
-        assert {place.name for place in (settings.pool.state_dir / "staging").iterdir()} == pool._containers.names
+        assert {box.name for box in engine.boxes.values()} == pool._shell.containers.names
+        assert {file.stem for file in (settings.pool.state_dir / "ledger").iterdir()} == pool._shell.containers.names
+        assert {place.name for place in (settings.pool.state_dir / "staging").iterdir()} == pool._shell.containers.names
         session = await pool.acquire("agent", "session")
         assert (await session.call(code="echo x")).ok
 
@@ -251,7 +251,7 @@ async def test_a_standby_that_has_ended_meanwhile_is_replaced(engine: ScriptedEn
     async with running(engine, settings) as pool:
         await full(pool)
         assert boxes[1] in engine.boxes.values()
-        assert boxes[0].name not in pool._containers.names
+        assert boxes[0].name not in pool._shell.containers.names
 
 
 async def test_a_standby_that_ends_while_it_is_taken_over_is_replaced(engine: ScriptedEngine, state_dir: Path) -> None:
@@ -329,7 +329,7 @@ async def test_a_container_that_only_has_a_standbys_name_is_left_alone(engine: S
     other = engine.foreign(box.name, labels)
     async with SandboxPool(settings, find=engine.find) as pool:
         await full(pool)
-        assert box.name not in pool._containers.names
+        assert box.name not in pool._shell.containers.names
     assert list(engine.boxes.values()) == [other]
     assert list((state_dir / "ledger").iterdir()) == []
 
@@ -354,7 +354,7 @@ async def test_a_container_that_takes_a_standbys_name_while_it_is_taken_over_is_
     engine.before = before
     async with SandboxPool(settings, find=engine.find) as pool:
         await full(pool)
-        assert box.name not in pool._containers.names
+        assert box.name not in pool._shell.containers.names
     assert list(engine.boxes.values()) == others != []
 
 
@@ -366,7 +366,7 @@ async def test_a_standby_that_cannot_be_removed_is_the_next_sweeps(engine: Scrip
     async with running(engine, settings) as pool:
         await full(pool)
         assert box in engine.boxes.values()
-        assert box.name not in pool._containers.names
+        assert box.name not in pool._shell.containers.names
         engine.cut_events()
         await until(lambda: box not in engine.boxes.values(), limit=5)
 
@@ -394,9 +394,9 @@ async def test_what_is_on_offer_and_not_wanted_is_removed(engine: ScriptedEngine
     async with running(engine, settings_of(state_dir, min_standby=2, max_starting=1)) as pool:
         engine.always["attach"] = Fault(slow=1_000)  # nothing arms, so that the second standby's turn never comes
         await until(lambda: count(pool, "starting") == 1, limit=5)
-        assert len(pool._containers.names) == 2
+        assert len(pool._shell.containers.names) == 2
         engine.cut_events()
-        await until(lambda: len(pool._containers.names) == 1, limit=5)
+        await until(lambda: len(pool._shell.containers.names) == 1, limit=5)
         await until(lambda: len(engine.boxes) == 1, limit=5)
         del engine.always["attach"]
         for box in list(engine.boxes.values()):
@@ -421,7 +421,7 @@ async def test_a_pool_that_never_sees_its_engine_leaves_the_ledger_as_it_is(
     before = {file.name: file.read_bytes() for file in (state_dir / "ledger").iterdir()}
     engine.up_now = False
     async with SandboxPool(settings, find=engine.find) as pool:
-        await until(lambda: pool._state.health.fault, limit=5)
+        await until(lambda: pool._shell.state.health.fault, limit=5)
     assert {file.name: file.read_bytes() for file in (state_dir / "ledger").iterdir()} == before
     engine.up_now = True
     async with running(engine, settings) as pool:

@@ -197,7 +197,7 @@ async def test_a_closing_pool_ends_its_tools_on_the_host(
         tasks.start_soon(call)
         tasks.start_soon(call)
         await until(lambda: file.exists() and file.read_text(), limit=30)
-        assert "waiting=1" in repr(pool._host_calls)
+        assert "waiting=1" in repr(pool._shell.host_calls)
     assert [(getattr(error, "reason", error), getattr(error, "started", None)) for error in told] == [
         ("pool_closed", False),
         ("pool_closed", True),
@@ -215,7 +215,7 @@ async def test_a_tool_on_the_host_is_tried_again_for_a_place(
     async with SandboxPool(settings, find=engine.find) as pool:
         taken = anyio.Event()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(pool._host_calls.run, taken.wait)
+            tasks.start_soon(pool._shell.host_calls.run, taken.wait)
             await anyio.wait_all_tasks_blocked()
             with pytest.raises(PoolExhausted):
                 await pool.run_tool(toolbox.plan(settings, "tool", inline="print(1)"), {}, session="s")

@@ -61,14 +61,14 @@ class Watched:
         self.pool, self.engine = pool, engine
         self.events: list[tuple[float, ev.Event]] = []
         self.held: Session | None = None  # a handle that nobody holds is released
-        pool.jitter = lambda: jitter  # type: ignore[method-assign]
-        self.jitter, step = jitter, pool._state.step
+        pool._shell.jitter = lambda: jitter  # type: ignore[method-assign]
+        self.jitter, step = jitter, pool._shell.state.step
 
         def noted(event: ev.Event, now: float) -> list[ev.Effect]:
             self.events.append((now, event))
             return step(event, now)
 
-        pool._state.step = noted  # type: ignore[method-assign]
+        pool._shell.state.step = noted  # type: ignore[method-assign]
 
     def backoff(self, attempt: int) -> float:
         """Half a second, doubled each time, half a minute at most, of which jitter takes up to the half."""
@@ -176,7 +176,7 @@ async def test_engine_that_comes_back_is_found_within_the_links_backoff_and_then
         assert up - away < 5.0 + LATENCY["info"] + LATENCY["list"] + EXACT
         assert await one.next(ev.EngineUp) == pytest.approx(up, abs=EXACT)
         assert await one.next(ev.BindRecorded) == pytest.approx(up + START, abs=EXACT)
-        assert one.pool._state.sessions["agent", "session"].deaths == []
+        assert one.pool._shell.state.sessions["agent", "session"].deaths == []
 
 
 # --- starts fail --------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ async def test_machine_that_was_suspended_for_an_hour_has_idle_sessions_reaped_a
         assert anyio.current_time() - began == pytest.approx(START, abs=0.02)
         assert session.generation is None
         assert (await session.call(code="echo anew")).generation != kept
-        assert one.pool._state.sessions["agent", "session"].deaths == []
+        assert one.pool._shell.state.sessions["agent", "session"].deaths == []
 
 
 async def test_calls_and_waiters_of_a_machine_that_was_suspended_have_one_outcome_each(state_dir: Path) -> None:
@@ -318,7 +318,7 @@ async def test_container_that_is_stuck_delays_neither_the_engine_nor_the_others(
         monkeypatch.setattr(engine, operation, hangs)
         async with SandboxPool(settings_of(state_dir), find=engine.find) as pool:
             began = anyio.current_time()
-            await until(lambda: pool.snapshot()["engine"] == "up")
+            await until(lambda: pool.snapshot().engine == "up")
             assert anyio.current_time() - began == pytest.approx(LATENCY["info"] + LATENCY["list"], abs=0.02)
             # Beside the probe of the image, which comes first.
             await pool.acquire("agent", "session")
@@ -326,7 +326,7 @@ async def test_container_that_is_stuck_delays_neither_the_engine_nor_the_others(
             await until(lambda: not set(others) & set(engine.boxes))
             assert anyio.current_time() - began < 4.0
             await anyio.sleep(300)
-            assert pool.snapshot()["engine"] == "up"
+            assert pool.snapshot().engine == "up"
             assert stuck in engine.boxes
             monkeypatch.setattr(engine, operation, work)
             await until(lambda: stuck not in engine.boxes, limit=120)
@@ -356,12 +356,12 @@ async def test_user_of_a_container_that_is_not_removed_yet_is_nobody_elses(
         async with SandboxPool(settings, find=engine.find) as pool:
             for n in range(3):
                 await pool.acquire("agent", str(n))
-            users = [box.user for box in pool._containers.sandboxes.values()]
+            users = [box.user for box in pool._shell.containers.sandboxes.values()]
             assert len(set(users)) == 3
             assert "7000:7000" not in users
             engine.always.clear()
             await anyio.sleep(60)
-            assert pool._containers._sweeper.left == {}
+            assert pool._shell.containers._sweeper.left == {}
 
 
 async def test_events_are_heard_while_the_engine_is_looked_at(state_dir: Path) -> None:
@@ -369,8 +369,8 @@ async def test_events_are_heard_while_the_engine_is_looked_at(state_dir: Path) -
         session = await calm(one)
         one.engine.latency["list"] = 10.0
         one.engine.cut_events()
-        await until(lambda: one.pool._hub.links == 2)
-        assert one.pool.snapshot()["engine"] == "down"
+        await until(lambda: one.pool._shell.hub.links == 2)
+        assert one.pool.snapshot().engine == "down"
         began = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(outcome, lambda: session.call(code="hang"))

@@ -40,13 +40,13 @@ async def test_an_image_with_a_volume_leaves_nothing_of_what_it_was_refused(
     engine.images["default"] = VOLUME
     with capture_logs() as lines:
         async with running(engine, settings_of(state_dir)) as pool:
-            await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
+            await until(lambda: pool.snapshot().engine == "up", limit=5)
             for _ in range(5):
                 error = await outcome(lambda: KINDS[kind](pool))
                 assert isinstance(error, ProfileMismatch)
                 assert "VOLUME /data" in str(error)
-                assert pool._hub.names() == []
-                assert pool._containers.names == set()
+                assert pool._shell.hub.names() == []
+                assert pool._shell.containers.names == set()
                 assert list((state_dir / "ledger").iterdir()) == []
     assert engine.asked["attach"] == engine.asked["start"] == engine.asked["remove"] == 0
     assert "pool.left_behind" not in [line["event"] for line in lines]
@@ -58,18 +58,18 @@ async def test_an_image_with_a_volume_leaves_no_directory_of_a_one_shot_pool(
     engine.images["default"] = VOLUME
     settings = one_shot(settings_of(state_dir))
     async with swept(settings), SandboxPool(settings, find=engine.find) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
+        await until(lambda: pool.snapshot().engine == "up", limit=5)
         assert isinstance(await outcome(lambda: pool.acquire("agent", "chat")), ProfileMismatch)
     assert list(state_dir.parent.iterdir()) == []
 
 
 async def test_a_cold_call_whose_name_is_anothers_leaves_no_entry(engine: ScriptedEngine, state_dir: Path) -> None:
     async with SandboxPool(settings_of(state_dir), find=engine.find) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
-        engine.foreign(pool._containers.name(0)[:-1] + "c1")
+        await until(lambda: pool.snapshot().engine == "up", limit=5)
+        engine.foreign(pool._shell.containers.name(0)[:-1] + "c1")
         assert isinstance(await outcome(lambda: pool.call_cold(code="echo x")), EngineFailed)
         assert list((state_dir / "ledger").iterdir()) == []
-        assert pool._hub.names() == []
+        assert pool._shell.hub.names() == []
     assert len(engine.boxes) == 1
 
 
@@ -94,6 +94,6 @@ async def test_a_private_engine_that_could_not_be_held_is_held_by_the_next_try(
 
     monkeypatch.setattr(engine_link, "hold_engine", hold)
     async with SandboxPool(settings_of(state_dir), find=find) as pool:
-        await until(lambda: pool.snapshot()["engine"] == "up", limit=5)
+        await until(lambda: pool.snapshot().engine == "up", limit=5)
         assert tries == ["", "", "held"]
     assert tries[-1] == "given back"
