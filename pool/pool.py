@@ -5,7 +5,6 @@ The work is done by ``pool.supervisor``: this file checks what it is asked, and 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 
@@ -100,12 +99,6 @@ class SandboxPool:
         """Begin to close as ``aclose`` does and return at once; running calls get ``timeout`` seconds (default
         ``pool.drain_timeout``). From any thread, and from a signal handler. ``aclose`` waits for the end."""
         self._shell.life.close_soon(self.settings.pool.drain_timeout if timeout is None else positive_seconds(timeout))
-
-    def __del__(self) -> None:
-        # Also for a pool whose making failed.
-        if (shell := getattr(self, "_shell", None)) is not None and shell.life.abandoned():
-            message = f"{type(self).__name__} of {self.settings.pool.state_dir} was never closed: {shell.life.error()}"
-            warnings.warn(message, ResourceWarning, source=self, stacklevel=2)
 
     # --- for callers --------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ their own, whose outcome is the next event. Feeding is synchronous, so a caller'
 from __future__ import annotations
 
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,12 @@ class Shell:
         self.stepped, self._left = Notifier(), list[str]()
         self.life = Lifecycle(self)
         self._dropped: deque[ev.HandleReleased] = deque()
+
+    def __del__(self) -> None:
+        # Not the caller's object: that may be forgotten while the pool runs and its sessions are used. Also of a pool whose making failed.
+        if (life := getattr(self, "life", None)) is not None and life.abandoned():
+            message = f"SandboxPool of {self.settings.pool.state_dir} was never closed: {life.error()}"
+            warnings.warn(message, ResourceWarning, source=self, stacklevel=2)
 
     # --- its start ----------------------------------------------------------------------------------------------------
 

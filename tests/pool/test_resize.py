@@ -125,7 +125,7 @@ async def test_a_pool_that_may_use_more_memory_than_the_host_has_is_refused(
 async def test_a_pool_does_not_grow_beyond_the_hosts_memory(
     engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overcommit: bool
 ) -> None:
-    for module in ("config.host", "pool"):
+    for module in ("config.host", "supervisor.requests"):
         monkeypatch.setattr(f"pool.{module}.host_memory", lambda: 7 * 1024**3)
     async with running(engine, _sized(tmp_path, overcommit=overcommit)) as pool:
         pool.resize(max_sandboxes=5)
