@@ -41,12 +41,11 @@ from pool.config.tools import WORKSPACE
 from pool.ledger.cleanup import LATE_START as LATE_START
 from pool.ledger.cleanup import drop, look
 from pool.ledger.ledger import Entry, EntryState, StateDirectory
-from pool.supervisor.adoption import labels_of
 from pool.supervisor.connection import Connection as Connection
 from pool.supervisor.connection import connection as connection
 from pool.supervisor.connection import lifetime
 from pool.supervisor.connection import shared_profile as shared_profile
-from pool.supervisor.sweep import Sweeper
+from pool.supervisor.sweep import Sweeper, labels_of
 from pool.supervisor.users import UserPolicy
 
 log = get_logger("emberpool.pool")
@@ -112,7 +111,7 @@ class ContainerManager:
         self._untold: set[str] = set()
         self._containers: dict[str, str] = {}
         self._sweeper = Sweeper(settings, state, self._users, self._user_policy)
-        self._inherited = self._sweeper.inherited
+        self._inherited = self._sweeper.adoptions
         self._tasks, self._asking = tasks, anyio.Lock()
         self._disk = anyio.CapacityLimiter(DISK_THREADS)
 
@@ -408,7 +407,7 @@ class ContainerManager:
     async def last_sweep(self, *, everything: bool = False) -> list[str]:
         """Sweep once more as the pool ends, what is in use too if ``everything``; the names of the containers that may exist
         all the same."""
-        self._sweeper.disinherit()
+        self._sweeper.withdraw()
         if everything:
             self._users.clear()
         try:

@@ -20,8 +20,8 @@ from pool.config.types import UidRange
 from pool.ledger.cleanup import Found, Leftover
 from pool.ledger.ledger import Entry
 from pool.pool import SandboxPool
-from pool.supervisor.adoption import Standard, unfit
 from pool.supervisor.connection import connection
+from pool.supervisor.sweep import Requirements, unfit
 from pool.supervisor.users import UserPolicy
 from tests.support.pools import count, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
 from tests.support.scripted import IMAGE, Box, Fault, ScriptedEngine
@@ -489,12 +489,12 @@ FACTS = {
 OWN = UserPolicy("auto", UidRange(1_000_000, 100))
 
 
-def standard(**changes: Any) -> Standard:
+def standard(**changes: Any) -> Requirements:
     facts: dict[str, Any] = {
         "pool_id": "pool", "config_hash": "hash", "image": IMAGE, "users": OWN, "taken": frozenset(), "now": 1_060.0,
         "max_age": 100.0, "boot": "boot",
     }  # fmt: skip
-    return Standard(**{**facts, **changes})
+    return Requirements(**{**facts, **changes})
 
 
 def leftover(*, found: Found = "ours", facts: dict[str, Any] | None = None, **entry: Any) -> Leftover:
