@@ -36,8 +36,8 @@ class AuditEntry:
         self.outcome = error.reason
 
     def fields(self, now: float, image: str) -> dict[str, Any]:
-        """``code`` is the SHA-256 (16 hex digits) of the source or of the argv; ``waited`` and ``seconds`` tell the wait for
-        a turn from the whole."""
+        """``code`` is the SHA-256 (16 hex digits) of the source or of the argv; ``waited`` is the wait for a turn, ``seconds``
+        the whole, both in seconds."""
         call, result = self.call, self.result
         body = call.code if call.code is not None else "\0".join(call.argv)
         more = {} if result is None else {"exit_code": result.exit_code, "signal": result.signal}

@@ -115,7 +115,7 @@ class SandboxPool:
             while True:
                 await anyio.lowlevel.checkpoint()
                 self._shell.require_open()
-                if self._shell.state.stocked:
+                if self._shell.state.has_standbys:
                     return
                 health = self._shell.state.health
                 if health.fault is not None and health.fault.kind not in _MAY_PASS:
@@ -220,14 +220,14 @@ class SandboxPool:
                 state, session, self._shell.directory.session_id(*session.key), self._shell.containers.instance, now
             )
             for session in state.sessions.values()
-            if state.counts(session)
+            if state.is_active(session)
         ]
 
     async def close_session(self, agent: str, session: str) -> bool:
         """End a session as ``Session.close`` does, without a handle on it; whether there was one. Starts nothing."""
         self._shell.require_open()
         state = self._shell.state.sessions.get((key_part("agent", agent), key_part("session", session)))
-        if state is None or not self._shell.state.counts(state):
+        if state is None or not self._shell.state.is_active(state):
             return False
         self._shell.end(state.key, state.epoch)
         return True

@@ -148,8 +148,8 @@ async def _once_on_host(
         entry.failed(error)
         raise
     finally:
-        told = entry.fields(anyio.current_time(), "")
-        log.info("call.ended", session=session or None, generation=HOST, tool=tool.name, **told)
+        fields = entry.fields(anyio.current_time(), "")
+        log.info("call.ended", session=session or None, generation=HOST, tool=tool.name, **fields)
     return tool_result(tool, result)
 
 

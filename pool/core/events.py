@@ -237,7 +237,7 @@ class PolicyChanged:
 
 @dataclass(frozen=True, slots=True)
 class CloseBegan:
-    """The pool is to close; told again, the earlier deadline holds."""
+    """The pool is to close; when it comes again, the earlier deadline holds."""
 
     drain_deadline: float
 

@@ -225,9 +225,9 @@ class StateMachine(PoolState):
         """Whether the agent may hold this session too; refuses where it may not."""
         agent, policy = event.key[0], self.policy
         quota = policy.agent_quotas.get(agent, policy.max_sessions_per_agent)
-        if not quota or (session is not None and self.counts(session)):
+        if not quota or (session is not None and self.is_active(session)):
             return True
-        held = sum(1 for other in self.sessions.values() if other.key[0] == agent and self.counts(other))
+        held = sum(1 for other in self.sessions.values() if other.key[0] == agent and self.is_active(other))
         if held < quota:
             return True
         own = agent in policy.agent_quotas
@@ -273,7 +273,7 @@ class StateMachine(PoolState):
             return
         session.restarting = True
         if box.running:
-            session.last_used = now  # its calls ran until now; how they end is told later
+            session.last_used = now  # its calls ran until now; their ends are reported later
         # An engine that restarts takes every sandbox with it, which says nothing about any session.
         if cause != "engine":
             session.deaths = [*self.recent_deaths(session, now), now]

@@ -15,7 +15,7 @@ _DRAINED = Refusal(RefusalKind.SANDBOX_DIED, "the pool closed while this call ra
 
 
 def lost(generation: int) -> str:
-    """What is told to whoever asks for a generation that its session does not have."""
+    """Return the message for a request that names a generation that its session does not have."""
     return f"generation {generation} of this session is gone, and with it what it kept"
 
 
@@ -51,7 +51,7 @@ def wake_at(state: PoolState, now: float) -> float | None:
             times.append(box.since + policy.max_lifetime)
         elif box.stop_again_at is not None:
             times.append(box.stop_again_at)
-    # Nobody gives way unless somebody wants a place.
+    # Nothing is reclaimed unless a waiter needs a place.
     reclaim_after = policy.reclaim_idle_after if state.claims(now) else None
     for session in state.sessions.values():
         if session.sandbox is not None or session.restarting:
@@ -126,7 +126,7 @@ def _refuse_lost(state: PoolState, now: float) -> None:
             continue
         if waiter.generation is not None and waiter.generation != session.sandbox:
             state.refuse(waiter.id, RefusalKind.STATE_LOST, lost(waiter.generation))
-        elif session.sandbox is None and state.worn_out(session, now):
+        elif session.sandbox is None and state.past_restart_limit(session, now):
             recent, window = state.recent_deaths(session, now), policy.restart_window
             again = recent[-policy.restart_limit - 1] + window - now
             message = f"this session's sandboxes died {len(recent)} times in {window:g} s (pool.restart_limit)"
@@ -145,7 +145,7 @@ def _shrink(state: PoolState, now: float) -> None:
 
 
 def _bind(state: PoolState, now: float) -> None:
-    """Give standbys to those who want one."""
+    """Give standbys to the sessions that need one."""
     standbys = state.in_phase(Phase.STANDBY)
     if not standbys or not state.health.reachable or state.closing:
         return

@@ -1,10 +1,9 @@
-"""The state of one pool instance: its sandboxes, sessions and waiters, what can be derived from them, and the entries
-that more than one decision makes.
+"""The state of one pool instance: its sandboxes, sessions and waiters, what is derived from them, and the changes that more
+than one decision makes.
 
-``pool.core.handlers`` enters what events say, ``pool.core.plan`` what should follow; both work on these state and on nothing else.
-All counts are derived. What is due is always written ``now >= since + span``, the very sum that ``wake_at`` returns:
-``now - since >= span`` rounds differently, so that a sleeper woken at that sum could be too early and would not be
-woken again.
+``pool.core.handlers`` applies events to it, ``pool.core.plan`` what should follow; both work on this state and on nothing else.
+All counts are derived. What is due is always written ``now >= since + span``, the same sum that ``wake_at`` returns:
+``now - since >= span`` rounds differently, so a clock that wakes at that sum could be too early, and would not wake again.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class SessionState:
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """Somebody who waits: for a session's sandbox (``acquire``), for a turn in it (``call``), or for a cold place."""
+    """A caller that waits: for a session's sandbox (``acquire``), for a turn in it (``call``), or for a cold place (``cold``)."""
 
     id: int
     kind: str
@@ -107,11 +106,6 @@ class Health:
         """Why sandboxes cannot be had; ``None`` while they can."""
         return self.down or self.starts.fault or self.binds.fault
 
-    @property
-    def retry_at(self) -> float:
-        """When the last of what went wrong is tried again."""
-        return max(self.back_at, self.starts.retry_at, self.binds.retry_at)
-
     def refuses(self, now: float) -> tuple[Fault, float] | None:
         """The fault that speaks against waiting now, and when it is looked at again; a due trial speaks for it."""
         if not self.reachable:
@@ -123,7 +117,7 @@ class Health:
 
 
 class PoolState:
-    """The whole truth about one pool instance. Before ``next_wake`` time alone changes nothing."""
+    """The state of one pool instance. Before ``next_wake`` nothing changes by time alone."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -154,29 +148,29 @@ class PoolState:
         return self.closing and not self.sandboxes and not self.cold and not self.waiters
 
     @property
-    def stocked(self) -> bool:
-        """Whether the engine is there, and with it all the standbys that are wanted and find a place."""
+    def has_standbys(self) -> bool:
+        """Whether the engine is reachable and every standby that the policy asks for, and that has room, is ready."""
         taken = len(self.in_phase(Phase.BOUND)) + len(self.in_phase(Phase.STOPPING))
         wanted = min(self.policy.min_standby, self.policy.max_sandboxes - taken)
         return self.health.reachable and len(self.in_phase(Phase.STANDBY)) >= wanted
 
     def waiting(self) -> dict[SessionKey, None]:
-        """The sessions that somebody waits for, first come first."""
+        """Return the sessions that have waiters, the longest waiting first."""
         if not self.waiters:
             return {}
         return dict.fromkeys(waiter.key for waiter in self.waiters.values() if waiter.kind != "cold")
 
     def in_use(self, session: SessionState) -> bool:
-        """A call runs or anyone waits; handles alone do not count."""
+        """Return whether a call runs or waits in the session; handles alone do not count."""
         running = session.sandbox is not None and bool(self.sandboxes[session.sandbox].running)
         return running or any(waiter.key == session.key for waiter in self.waiters.values() if waiter.kind != "cold")
 
-    def counts(self, session: SessionState) -> bool:
-        """Whether a session is more than a memory of its deaths: somebody has a handle, waits, or it has a sandbox."""
+    def is_active(self, session: SessionState) -> bool:
+        """Return whether a session has a handle, a waiter or a sandbox; otherwise only its deaths are remembered."""
         return bool(session.handles) or session.sandbox is not None or self.in_use(session)
 
     def claims(self, now: float) -> list[SessionState]:
-        """The sessions that want a sandbox, have none and may be given one now (not in restart backoff, not past their
+        """Return the sessions that need a sandbox, have none and may be given one now (not in restart backoff, not past their
         restart intensity), in the order they get one: restarts, then first come."""
         restarting = [session for session in self.sessions.values() if session.restarting]
         if not self.waiters and not restarting:
@@ -188,21 +182,21 @@ class PoolState:
         return [
             session
             for session in wanting
-            if session.sandbox is None and now >= session.not_before and not self.worn_out(session, now)
+            if session.sandbox is None and now >= session.not_before and not self.past_restart_limit(session, now)
         ]
 
     def due(self, box: SandboxState, now: float) -> bool:
-        """Whether a bound sandbox admits no new call any more."""
+        """Return whether a bound sandbox is to be recycled, and admits no new call."""
         policy = self.policy
         return now >= box.since + policy.max_lifetime or bool(policy.max_calls and box.served >= policy.max_calls)
 
     def has_turn(self, n: int, now: float) -> bool:
-        """Whether a call could begin in a session's sandbox now."""
+        """Return whether a call could begin in a session's sandbox now."""
         box = self.sandboxes[n]
         return box.recorded and len(box.running) < self.policy.parallel and not self.due(box, now)
 
-    def worn_out(self, session: SessionState, now: float) -> bool:
-        """Whether the session is past its restart intensity: it is refused until its deaths are old enough."""
+    def past_restart_limit(self, session: SessionState, now: float) -> bool:
+        """Return whether the session is past its restart intensity: it is refused until its deaths are old enough."""
         limit = self.policy.restart_limit
         return len(session.deaths) > limit and len(self.recent_deaths(session, now)) > limit
 
@@ -215,7 +209,7 @@ class PoolState:
         self._effects.append(effect)
 
     def move(self, box: SandboxState, trigger: Trigger, now: float) -> None:
-        """Take a sandbox to its next phase: the only place that does. In the state are those that have a phase."""
+        """Move a sandbox to its next phase. No other place does; a sandbox without a phase is not kept."""
         box.phase, box.since = follow(box.phase, trigger), now
         if box.phase is None:
             del self.sandboxes[box.n]
@@ -229,7 +223,7 @@ class PoolState:
         self.emit(ev.StartSandbox(self._counter))
 
     def stop(self, box: SandboxState, trigger: Trigger, now: float, cause: str = "") -> None:
-        """Ask for a sandbox's end. If it has a session, it is that session's no more."""
+        """Ask for a sandbox to be removed. If a session owns it, it no longer does."""
         if box.phase is Phase.BOUND and box.session is not None:
             self.sessions[box.session].sandbox = None
         self.move(box, trigger, now)
@@ -248,7 +242,7 @@ class PoolState:
         self.emit(ev.Refuse(waiter, Refusal(kind, message, retry_after)))
 
     def end_calls(self, waiters: set[int], refusal: Refusal) -> None:
-        """Tell running calls to end, each of them once."""
+        """Ask running calls to end, each of them once."""
         for waiter in sorted(waiters - self.ending):
             self.ending.add(waiter)
             self.emit(ev.EndCall(waiter, refusal))
@@ -263,8 +257,8 @@ class PoolState:
         self.emit(ev.SessionForgotten(session.key, session.epoch, reason, session.granted))
 
     def give_back(self, key: SessionKey, now: float) -> None:
-        """An acquire came to nothing. If nobody has run anything in its sandbox and nobody will, the sandbox goes at
-        once instead of idling out; the session itself, and its deaths, are the plan's business."""
+        """Take back the sandbox of an acquire that was cancelled or failed. If nothing has run in it and nothing will, it is removed at
+        once instead of idling out; the plan decides about the session and its deaths."""
         session = self.sessions.get(key)
         if session is None or session.sandbox is None or session.handles or self.in_use(session):
             return

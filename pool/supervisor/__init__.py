@@ -1,1 +1,1 @@
-"""Carries out what the core decides, and tells the core what happened."""
+"""The supervisor: carries out what the core decides, and feeds the core what happened."""

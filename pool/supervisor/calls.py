@@ -201,7 +201,7 @@ class Calls:
             raise InvalidCall(f"generation must be a string, not {type(generation).__name__}")
         instance, _, number = generation.rpartition("-")
         if not instance or not number.isdecimal() or len(number) > 18:
-            raise InvalidCall(f"generation {generation[:40]!r} must be one that a result or a session told")
+            raise InvalidCall(f"generation {generation[:40]!r} must be one that a result or a session has returned")
         if instance != self._shell.containers.instance:
             raise StateLost(
                 f"generation {generation[:40]} belongs to an earlier start of the pool; its sandbox is gone"

@@ -14,7 +14,7 @@ from pool.config.load import Settings
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """See the module. ``config_hash`` tells containers of other settings apart."""
+    """See the module. ``config_hash`` differs between containers of different settings."""
 
     engine: Engine
     info: EngineInfo

@@ -1,5 +1,5 @@
-"""Makes and unmakes the containers that the core asks for, with the ledger entry, the staging directory and the uid that
-belong to each. Decides nothing: every outcome goes back to whoever asked."""
+"""The container manager: makes and removes the containers that the core asks for, with the ledger entry, the staging directory
+and the uid of each. It decides nothing: every outcome goes back to its caller."""
 
 from __future__ import annotations
 
@@ -62,23 +62,25 @@ class ColdSetting:
 
 @contextmanager
 def _host_errors(doing: str) -> Iterator[None]:
-    """A want of this host's own (descriptors, disk, memory) as an error like the engine's: tried again, and never the end of
+    """Raise ``EngineUnavailable`` where this host is out of file descriptors, disk or memory: it is tried again, and does not end
     the supervisor's tasks."""
     try:
         yield
     except OSError as error:
-        raise EngineUnavailable(f"this host has not what it takes for {doing}: {error}", retry_after=1.0) from error
+        raise EngineUnavailable(
+            f"this host is out of file descriptors, disk or memory while {doing}: {error}", retry_after=1.0
+        ) from error
 
 
 DISK_THREADS = 4
-"""Threads in which ledger entries wait for the disk; their own, so that a disk that hangs stops nobody else's work."""
+"""Threads in which ledger entries wait for the disk. They are used for nothing else, so a disk that hangs stops no other work."""
 
 LAST_SWEEP = 5.0
 """Seconds for which a pool that ends waits for the removal of what its ledger still names."""
 
 
 def runner_options(settings: Settings) -> RunnerOptions:
-    """How runners behave under ``settings``."""
+    """Return the runner options that ``settings`` ask for."""
     call = settings.call
     return RunnerOptions(
         calls=call.calls_per_exec, parallel=call.parallel, preload=settings.sandbox.preload, grace=call.grace
@@ -101,43 +103,43 @@ class ContainerManager:
         self.sandboxes: dict[int, Sandbox] = {}
         self._settings, self._state, self._hub = settings, state, hub
         self._users: dict[str, str] = {}
-        self._colds = 0
+        self._cold_count = 0
         self._offset = secrets.randbelow(settings.sandbox.uid_range.count)
         self._user_policy = UserPolicy(
             settings.sandbox.user, settings.sandbox.uid_range, tuple(settings.sandbox.mounts)
         )
         self._python: dict[str, bool] = {}
         self._fingerprints, self._arming, self._threads = Fingerprints(), ArmingLimit(), threads
-        self._untold: set[str] = set()
+        self._unidentified: set[str] = set()
         self._containers: dict[str, str] = {}
         self._sweeper = Sweeper(settings, state, self._users, self._user_policy)
-        self._inherited = self._sweeper.adoptions
-        self._tasks, self._asking = tasks, anyio.Lock()
+        self._adoptions = self._sweeper.adoptions
+        self._tasks, self._probing = tasks, anyio.Lock()
         self._disk = anyio.CapacityLimiter(DISK_THREADS)
 
     def name(self, n: int) -> str:
-        """The name of the container of sandbox ``n``; one that an earlier instance made has that instance's."""
-        taken = self._inherited.taken.get(n)
+        """Return the container name of sandbox ``n``; an adopted one keeps the name that the earlier instance gave it."""
+        taken = self._adoptions.taken.get(n)
         return taken.name if taken else f"emberpool-{self._state.pool_id}-{self.instance}-{n}"
 
     def number(self, name: str) -> int | None:
-        """The ``n`` of a sandbox's name; ``None`` for any other container's."""
+        """Return the number of the sandbox with this container name, ``None`` for any other container."""
         n = name.rpartition("-")[2]
-        return int(n) if n.isdecimal() and self.name(int(n)) == name else self._inherited.number(name)
+        return int(n) if n.isdecimal() and self.name(int(n)) == name else self._adoptions.number(name)
 
     def age(self, n: int) -> float:
-        """Seconds since sandbox ``n`` was born, where an earlier instance made it; else 0, as it has just been started."""
-        taken = self._inherited.taken.get(n)
+        """Return the age of sandbox ``n`` in seconds if it was adopted, else 0: it has just been started."""
+        taken = self._adoptions.taken.get(n)
         return max(0.0, time.time() - taken.created) if taken else 0.0
 
     @property
     def names(self) -> set[str]:
-        """The containers that this instance is making, using or unmaking."""
+        """The names of the containers that this instance is making, using or removing."""
         return set(self._users)
 
     @property
     def image_id(self) -> str:
-        """The image that containers are made from now; ``""`` while that is not known."""
+        """The ID of the image that containers are made from now; ``""`` while it is not known."""
         return self.connection.image.id if self.connection is not None else ""
 
     def _require(self) -> Connection:
@@ -154,7 +156,7 @@ class ContainerManager:
         }
         return Identity(name=name, labels=labels)
 
-    async def _enter(self, name: str, state: EntryState, image: ImageInfo, policy: UserPolicy | None = None) -> str:
+    async def _record(self, name: str, state: EntryState, image: ImageInfo, policy: UserPolicy | None = None) -> str:
         """Choose the calls' user of a container and put the container into the ledger, before its start."""
         require_no_volumes(image)
         require_host_files(self._require().profile)
@@ -180,34 +182,33 @@ class ContainerManager:
     async def enter(self, n: int) -> None:
         """Put sandbox ``n`` into the ledger, before its start. Raises ``PoolUnusable`` or ``ProfileMismatch``.
 
-        A standby that an earlier instance left is in the ledger already: sandbox ``n`` is to be that one, if there is one.
+        If an earlier instance left a standby that is fit for adoption, sandbox ``n`` will be that one; its entry exists already.
         """
-        if not self._inherited.claim(n):
-            await self._enter(self.name(n), "standby", self._require().image)
+        if not self._adoptions.claim(n):
+            await self._record(self.name(n), "standby", self._require().image)
 
     def bind(self, n: int) -> None:
         """Note in the ledger that sandbox ``n`` has a session, before the session has it. Raises ``PoolUnusable``."""
         self._state.bind(self.name(n))
 
     async def start(self, n: int) -> Sandbox:
-        """Start and verify sandbox ``n``, or take it over. On any error the container may exist, and its entry stands:
-        ``stop`` it."""
+        """Start and verify sandbox ``n``, or adopt it. After an error the container may exist, and its entry stays: call ``stop``."""
         link = self._require()
         try:
             with _host_errors(f"starting {self.name(n)}"):
-                box = self.sandboxes[n] = await self._take_over(n, link) or await self._make(n, link)
+                box = self.sandboxes[n] = await self._adopt(n, link) or await self._make(n, link)
         except (ImageMissing, ImageUnfit):
             await self._renew_image(link)
             raise
         return box
 
     async def _renew_image(self, link: Connection) -> None:
-        """The image of a connection is gone, or of no use: what its name stands for by now is what is started next."""
+        """Look the image's name up again after its ID was refused: the next start uses what the name refers to now."""
         reference = self._settings.sandbox.image
         try:
             image = await link.engine.image(reference)
         except EmberpoolError:
-            return  # whoever brings it back is noticed by the next start that fails
+            return  # the next start that fails looks again
         if image.id != link.image.id and self.connection is link:
             self.connection = connection(self._settings, link.engine, link.info, image, self._state.pool_id)
             log.info("pool.image_changed", pool=self._state.pool_id, image=image.id, was=link.image.id)
@@ -221,20 +222,20 @@ class ContainerManager:
 
         def created(container: str) -> None:
             self._containers[name] = container
-            self._untold.discard(name)  # first: it has been told also where the ledger cannot take it
+            self._unidentified.discard(name)  # first: the ID is known even if the ledger cannot take it
             self._state.note(Entry(name, "standby", container=container, user=user, created=time.time()))
 
-        self._untold.add(name)
+        self._unidentified.add(name)
         try:
             return await start_sandbox(link.engine, self._hub, spec, python=python, tasks=self._tasks, created=created)
         except (ImageMissing, ImageUnfit, ProfileMismatch, EngineFailed):
-            self._untold.discard(name)  # the engine has answered: it will not carry the start out later
+            self._unidentified.discard(name)  # the engine has answered: it will not carry the start out later
             raise
 
-    async def _take_over(self, n: int, link: Connection) -> Sandbox | None:
-        """Take over the standby that ``enter`` chose for sandbox ``n``. Where it turns out unfit it is removed, and ``n`` is
-        in the ledger anew, to be made."""
-        entry = self._inherited.taken.get(n)
+    async def _adopt(self, n: int, link: Connection) -> Sandbox | None:
+        """Adopt the standby that ``enter`` chose for sandbox ``n``. If it turns out unfit it is removed, and ``n`` is entered
+        anew, to be made."""
+        entry = self._adoptions.taken.get(n)
         if entry is None:
             return None
         identity = Identity(name=entry.name, labels=labels_of(self._state.pool_id, link.config_hash))
@@ -244,10 +245,10 @@ class ContainerManager:
             box = await take_over(link.engine, self._hub, spec, entry.container, self._tasks)
         except EmberpoolError as error:
             await self._sweeper.remove(link, entry, time.time())
-            # What could not be removed now is from here on the next sweep's.
-            del self._inherited.taken[n], self._users[entry.name]
+            # What could not be removed now is left to the next sweep.
+            del self._adoptions.taken[n], self._users[entry.name]
             self._hub.forget(entry.name)
-            await self._enter(self.name(n), "standby", link.image)
+            await self._record(self.name(n), "standby", link.image)
             log.info("sandbox.not_adopted", sandbox=entry.name, pool=self._state.pool_id, error=str(error))
             return None
         self._python[link.image.id] = True
@@ -258,7 +259,7 @@ class ContainerManager:
     def _spec(self, link: Connection, identity: Identity, place: str, nonce: str, *, python: bool) -> SandboxSpec:
         return SandboxSpec(
             identity=identity,
-            # A limit on the container would wear a runner down; it sets one for each call instead.
+            # A CPU limit on the container would use the runner up; the runner sets one for each call instead.
             profile=replace(link.profile, user=self._user_policy.keeper, cpu_limit=not python),
             image=link.image,
             user=self._users[identity.name],
@@ -275,7 +276,7 @@ class ContainerManager:
         )
 
     async def stop(self, n: int) -> None:
-        """Remove sandbox ``n``, and everything of it once the container is confirmed absent. Raises the engine's error."""
+        """Remove sandbox ``n``, and all that belongs to it once the container is confirmed absent. Raises the engine's error."""
         name, box = self.name(n), self.sandboxes.pop(n, None)
         if box is not None:
             box.let_go()
@@ -283,16 +284,16 @@ class ContainerManager:
             await self._remove(name)
         self._hub.forget(name)
         self._containers.pop(name, None)
-        # Where a start was asked for and never told an ID, the entry stays for a while: the daemon may still carry it out.
-        if name in self._untold:
-            self._untold.discard(name)
+        # A start that was requested and never returned an ID: the entry stays for a while, the daemon may still carry it out.
+        if name in self._unidentified:
+            self._unidentified.discard(name)
         else:
             await drop(self._state, name)
         self._users.pop(name, None)
 
     async def _remove(self, name: str) -> None:
-        """Remove the very container that was made under a name: whoever may use the engine can have renamed it, and made
-        another one of that name."""
+        """Remove the container that was made under a name, by its ID: another user of the engine may have renamed it, and made
+        another container of that name."""
         engine = self._require().engine
         if container := self._containers.get(name):
             await engine.remove(container)
@@ -304,8 +305,8 @@ class ContainerManager:
                     await engine.remove(left.container)
 
     async def _has_python(self, link: Connection) -> bool:
-        """Whether the image has an interpreter, found out once for each image, in a disposable container."""
-        async with self._asking:
+        """Return whether the image has an interpreter; found out once for each image, in a disposable container."""
+        async with self._probing:
             if link.image.id not in self._python:
                 async with self._disposable("probe") as (name, user):
                     spec = ColdSpec(
@@ -317,10 +318,10 @@ class ContainerManager:
             return self._python[link.image.id]
 
     def abandon(self, n: int) -> None:
-        """Forget sandbox ``n`` without touching any container: none was made, its name is another's."""
+        """Forget sandbox ``n`` without touching any container: none was made, and its name belongs to somebody else's."""
         name = self.name(n)
         self._hub.forget(name)
-        self._untold.discard(name)
+        self._unidentified.discard(name)
         self._users.pop(name, None)
         self._drop(name)
 
@@ -331,7 +332,7 @@ class ContainerManager:
         try:
             return await self._cold(link, call, setting, python=known is not False)
         except ImageUnfit:
-            # Nothing has run. Where the image has no python3 a program needs none, and code is told so.
+            # Nothing has run. In an image without python3 an argv needs none, and code is refused with that reason.
             if known is not None or await self._has_python(link):
                 raise
         left = call.timeout - (anyio.current_time() - began)
@@ -363,16 +364,16 @@ class ContainerManager:
     async def _disposable(
         self, kind: Literal["cold", "probe"], policy: UserPolicy | None = None
     ) -> AsyncIterator[tuple[str, str]]:
-        """Name and user of a container that ends with the block, in the ledger for as long as it may exist."""
-        self._colds += 1
-        name = f"emberpool-{self._state.pool_id}-{self.instance}-{kind[0]}{self._colds}"
-        user = await self._enter(name, kind, self._require().image, policy)
+        """Enter a container that ends with the block into the ledger, for as long as it may exist; yields its name and user."""
+        self._cold_count += 1
+        name = f"emberpool-{self._state.pool_id}-{self.instance}-{kind[0]}{self._cold_count}"
+        user = await self._record(name, kind, self._require().image, policy)
         watch, unmade = self._hub.watch(name), False
 
         def created(container: str) -> None:
             try:
                 self._state.note(Entry(name, kind, container=container, user=user, created=time.time()))
-            except PoolUnusable as error:  # the entry without the ID stands, and its name and label find the container
+            except PoolUnusable as error:  # the entry stays without the ID, and its name and label find the container
                 log.warning("pool.id_not_noted", sandbox=name, pool=self._state.pool_id, error=str(error))
 
         watch.on_created = created
@@ -396,17 +397,17 @@ class ContainerManager:
             log.warning("pool.entry_stays", sandbox=name, pool=self._state.pool_id, error=str(error))
 
     async def survey(self) -> list[Entry]:
-        """What the ledger names and this instance does not use (``Sweeper.survey``). Raises ``PoolUnusable``."""
+        """Return the ledger's entries that this instance does not use (``Sweeper.survey``). Raises ``PoolUnusable``."""
         return await self._sweeper.survey(self._require(), time.time())
 
     async def sweep(self, found: list[Entry] | None = None) -> int:
-        """Remove what a survey has found, or a new one finds; how many were removed. Raises ``PoolUnusable``."""
+        """Remove what a survey found (by default a new one), and return how many were removed. Raises ``PoolUnusable``."""
         found = await self.survey() if found is None else found
         return await self._sweeper.sweep(self._require(), found, time.time())
 
     async def last_sweep(self, *, everything: bool = False) -> list[str]:
-        """Sweep once more as the pool ends, what is in use too if ``everything``; the names of the containers that may exist
-        all the same."""
+        """Sweep once more as the pool ends, with what is in use if ``everything``; return the names of the containers that may
+        still exist."""
         self._sweeper.withdraw()
         if everything:
             self._users.clear()

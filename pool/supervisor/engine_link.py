@@ -1,6 +1,6 @@
 """The pool's link to its engine: connect, sweep what an earlier instance left, follow the events, resync, and again.
 
-One loop that never gives up: whatever breaks the link ends one round of it, the pool is told, and the next round begins.
+One loop that never gives up: whatever breaks the link ends one round of it, the core gets an event, and the next round begins.
 """
 
 from __future__ import annotations
@@ -151,24 +151,24 @@ class EngineLink:
             raise self._missing() from error
 
     async def _bring_image(self, engine: Engine) -> ImageInfo:
-        """Pull or build the image, once in the pool's life; whoever comes meanwhile is told so."""
+        """Pull or build the image, once in the pool's life; requests that come meanwhile are refused with that reason."""
         reference, said = self._settings.sandbox.image, "looking for it"
         self._no_image = ""
 
         def report(text: str) -> None:
             nonlocal said
             said = text
-            tell()
+            refuse()
             log.info("pool.image", pool=self._pool_id, image=reference, progress=text)
 
-        def tell() -> None:
+        def refuse() -> None:
             message = f"the image {reference} is being made ready ({said}); come back in a while"
             self._owner.feed(EngineDown(Fault(RefusalKind.ENGINE_UNAVAILABLE, message), IMAGE_RETRY))
 
         async def go_on_telling() -> None:
             # A pull can be silent for minutes, and when to come back is reckoned from the last word.
             while True:
-                tell()
+                refuse()
                 await anyio.sleep(IMAGE_RETRY)
 
         async with anyio.create_task_group() as tasks:
@@ -201,7 +201,7 @@ class EngineLink:
         watch = self._hub.publish(event)
         n = self._containers.number(event.name)
         if watch is not None and n is not None and event.action in ("die", "destroy", "pause"):
-            # What is told before the engine has answered happened while it was away, and may be its own doing.
+            # An event from before the engine answered happened while it was away, and may be its own doing.
             cause = watch.cause if self._up else "engine"
             self._owner.feed(SandboxDied(n, cause, self._owner.jitter()))
 

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    told: anyio.Event = field(default_factory=anyio.Event)
+    answered: anyio.Event = field(default_factory=anyio.Event)
     granted: bool = False
 
 
@@ -57,7 +57,7 @@ class HostCalls:
         """Refuse who waits and who comes from now on."""
         self._closed = True
         for waiter in self._waiting:
-            waiter.told.set()
+            waiter.answered.set()
 
     async def close(self, drain: float) -> None:
         """``refuse``, give those that run ``drain`` seconds, then cancel them and wait for their end."""
@@ -85,7 +85,7 @@ class HostCalls:
         self._waiting.append(waiter)
         try:
             with anyio.move_on_after(self._patience):
-                await waiter.told.wait()
+                await waiter.answered.wait()
         except BaseException:
             if waiter.granted:
                 self._leave()
@@ -107,7 +107,7 @@ class HostCalls:
         if self._waiting and not self._closed:
             waiter = self._waiting.popleft()
             waiter.granted = True
-            waiter.told.set()
+            waiter.answered.set()
             return
         self._running -= 1
         if not self._running and self._idle is not None:

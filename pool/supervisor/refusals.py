@@ -30,7 +30,7 @@ _CERTAIN = (
 
 
 def error_of(refusal: Refusal) -> EmberpoolError:
-    """The error that a waiter gets for a refusal."""
+    """Return the error that a waiter gets for a refusal."""
     if refusal.kind is RefusalKind.SANDBOX_DIED:
         cause = _CAUSES.get(refusal.cause, "unknown")
         return errors.SandboxDied(
@@ -41,7 +41,7 @@ def error_of(refusal: Refusal) -> EmberpoolError:
 
 
 def fault_of(error: EmberpoolError) -> Fault:
-    """Why sandboxes cannot be had, after a start or a connection failed with ``error``."""
+    """Return why sandboxes cannot be had, after a start or a connection failed with ``error``."""
     for kind in _CERTAIN:
         if isinstance(error, _ERRORS[kind]):
             return Fault(kind, str(error))

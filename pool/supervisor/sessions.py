@@ -1,4 +1,4 @@
-"""What a pool tells of its sessions to whoever runs it."""
+"""Sessions as operators see them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OnSessionEnded = Callable[[SessionEnd], object]
 
 
 def info_of(pool: PoolState, state: SessionState, session_id: str, instance: str, now: float) -> SessionInfo:
-    """A session as ``SandboxPool.sessions`` tells it."""
+    """Return a session as ``SandboxPool.sessions`` lists it."""
     box = pool.sandboxes[state.sandbox] if state.sandbox is not None else None
     return SessionInfo(
         *state.key,

@@ -1,4 +1,4 @@
-"""Make ready, at start, what no call may spend its time on: the engine found, and the image pulled or built."""
+"""What is made ready at the start, so that no call waits for it: the engine is found, the image pulled or built."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MakeImage = Callable[[Engine, str, Report], Awaitable[ImageInfo]]
 
 
 async def make_image(engine: Engine, reference: str, report: Report) -> ImageInfo:
-    """The image, pulled or built where it is missing (``executor.machine.image``). Raises ``ImageMissing`` with the next step."""
+    """Return the image, pulled or built where it is missing (``executor.machine.image``). Raises ``ImageMissing`` with the next step."""
     if not isinstance(engine, CommandLineEngine):
         raise ImageMissing(
-            f"the image {reference} is not on the engine, and this kind of engine cannot be told to fetch it; bring it there "
-            "by that engine's own means"
+            f"the image {reference} is not on the engine, and this kind of engine cannot be asked to fetch it; load it "
+            "with that engine's own tools"
         )
     return await ensure_image(engine, reference, report)
 
 
 async def make_ready(settings: Settings, report: Report) -> ImageInfo:
-    """Find the engine and bring the image to it, before a pool starts, for whoever would rather wait than be refused.
+    """Find the engine and bring the image to it, before a pool starts, for callers that would rather wait than be refused.
 
     A pool does the same by itself and refuses meanwhile. Raises ``EngineUnavailable`` or ``ImageMissing``.
     """

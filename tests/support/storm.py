@@ -109,6 +109,6 @@ class Judge:
             if other == key:
                 return
             session = self._state.sessions[other]
-            might = now >= session.not_before and not self._state.worn_out(session, now)
+            might = now >= session.not_before and not self._state.past_restart_limit(session, now)
             assert session.sandbox is not None or not might, f"{key} was given a sandbox before {other}"
         raise AssertionError(f"{key} was given a sandbox that nobody waited for")

@@ -609,12 +609,12 @@ def test_of_two_closes_the_earlier_deadline_holds() -> None:
 
 def test_a_pool_is_stocked_once_the_standbys_that_find_a_place_stand() -> None:
     core = Core(replace(BARE, min_standby=2, max_sandboxes=3))
-    seen = [core.state.stocked]
+    seen = [core.state.has_standbys]
     core.start_all()
-    seen.append(core.state.stocked)
+    seen.append(core.state.has_standbys)
     core.granted("a")
     core.granted("b")  # so there is room for one only
     core.start_all()
-    seen.append(core.state.stocked)
+    seen.append(core.state.has_standbys)
     core.feed(ev.EngineDown(UNREACHABLE, 1.0))
-    assert [*seen, core.state.stocked] == [False, True, True, False]
+    assert [*seen, core.state.has_standbys] == [False, True, True, False]

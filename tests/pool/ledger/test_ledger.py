@@ -324,7 +324,7 @@ async def test_a_ledger_that_cannot_be_written_refuses_and_heals(
         while session is None:
             answer = await outcome(lambda: pool.acquire("agent", "session"))
             if isinstance(answer, PoolUnusable):
-                await until(lambda: pool._shell.state.health.retry_at < pool._shell._now, limit=5)
+                await until(lambda: pool._shell.state.health.binds.retry_at < pool._shell._now, limit=5)
             else:
                 session = answer
 
