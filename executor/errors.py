@@ -139,3 +139,11 @@ class FileFailed(EmberpoolError):
     def __init__(self, message: str, *, code: str = "", started: bool = True) -> None:
         super().__init__(message, started=started)
         self.code = code
+
+
+class StagingFailed(EmberpoolError):
+    """A tool directory cannot be staged now because of the host: a full disk, a file system that hangs, a file that keeps
+    changing."""
+
+    reason = "staging_failed"
+    retryable = True

@@ -129,7 +129,7 @@ class SandboxPool:
     async def acquire(
         self, agent: str, session: str, *, timeout: float | None = None, generation: str | None = None
     ) -> Session:
-        """A handle on the session ``(agent, session)``, once it owns a live sandbox: its own, or a standby, or a new one.
+        """Return a handle on the session ``(agent, session)``, once it owns a live sandbox: its own, or a standby, or a new one.
 
         Waits at most ``timeout`` seconds (default ``pool.acquire_timeout``), first come first served. With ``generation`` the
         session has to have that very sandbox already: else it is ``StateLost``, and none is started. Raises ``InvalidCall``,
@@ -153,7 +153,10 @@ class SandboxPool:
         max_output: int | None = None,
         unbuffered: bool | None = None,
     ) -> CallResult:
-        """One call in a disposable container of its own, as ``Session.call``; at most ``pool.max_cold`` run at once."""
+        """Make one call in a disposable container of its own; at most ``pool.max_cold`` run at once.
+
+        Parameters and errors as ``Session.call``; ``timeout`` in seconds, ``max_output`` in bytes of each stream.
+        """
         return await self._calls.cold(
             checked_call(self.settings, "", argv, code, stdin, env, timeout, max_output, unbuffered)
         )
@@ -212,7 +215,7 @@ class SandboxPool:
         shell.feed(ev.PolicyChanged(policy))
 
     def sessions(self) -> list[SessionInfo]:
-        """The sessions that somebody has a handle on, waits for, or that have a sandbox. Acquires nothing."""
+        """Return the sessions that have a handle, a waiter or a sandbox. Acquires nothing. Raises ``PoolClosed``."""
         self._shell.require_open()
         state, now = self._shell.state, anyio.current_time()
         return [
@@ -224,7 +227,10 @@ class SandboxPool:
         ]
 
     async def close_session(self, agent: str, session: str) -> bool:
-        """End a session as ``Session.close`` does, without a handle on it; whether there was one. Starts nothing."""
+        """End a session as ``Session.close`` does, without a handle on it, and return whether there was one. Starts nothing.
+
+        Raises ``InvalidCall`` or ``PoolClosed``.
+        """
         self._shell.require_open()
         state = self._shell.state.sessions.get((key_part("agent", agent), key_part("session", session)))
         if state is None or not self._shell.state.is_active(state):

@@ -14,12 +14,11 @@ from pathlib import Path, PurePosixPath
 
 import anyio
 
-from executor.errors import InvalidCall
+from executor.errors import InvalidCall, StagingFailed
 from executor.result import CallResult
 from executor.sandbox.profile import check_mount
 from executor.sandbox.request import Call, check_code
 from executor.staging.threads import StagingThreads
-from executor.staging.versions import StagingFailed
 from pool.config.load import Settings
 from pool.config.tools import WORKSPACE, CommandSettings
 from pool.supervisor.containers import ColdSetting

@@ -23,7 +23,7 @@ from pool.supervisor.requests import ceilings, checked_call, yielding
 
 
 class Session:
-    """What ``SandboxPool.acquire`` returns; any number of handles may be attached to one session.
+    """A handle on one agent session, from ``SandboxPool.acquire``; any number may be attached to one session.
 
     ``id`` is the session's only name in logs, labels and containers. Leaving an ``async with`` block releases the handle;
     the session itself lives on until it idles out or somebody closes it. A handle that is forgotten is released once Python
@@ -90,8 +90,8 @@ class Session:
         """Call a Python tool with ``arguments`` (a mapping, or the JSON text of an object) in the session's sandbox.
 
         The tool's directory must lie inside one of ``allowed`` (by default it alone is), links followed, and is seen by the
-        code read-only, as it is at this moment. A tool that fails is a result whose ``ok`` is false. The rest as ``call``;
-        ``InvalidCall`` also says what is wrong about the directory. ``SandboxPool.run_tool`` does all that a manifest says.
+        code read-only, as it is at this moment. A tool that fails is a result whose ``ok`` is false. ``timeout`` (seconds), ``max_output`` (bytes)
+        and errors as ``call``; ``InvalidCall`` also says what is wrong about the directory. ``SandboxPool.run_tool`` does all that a manifest says.
         """
         self._require_attached()
         stdin = encode_arguments(arguments, max_input=self._calls.settings.call.max_input)
@@ -126,7 +126,7 @@ class Session:
 
         The events are ``Output`` (some bytes of one stream) and, last, the ``CallResult`` with the totals and no bytes. The
         first ``max_output`` bytes of each stream are handed out. A consumer that is slow holds the tool back (about 256 KiB
-        ahead of it in each stream), and time held back counts towards ``timeout``. Leaving the block early cancels the call
+        ahead of it in each stream), and time held back counts towards ``timeout`` (seconds). Leaving the block early cancels the call
         and ends all that it started. Raises ``InvalidCall`` at once; all else that ``call`` raises comes from the iteration.
         Code that prints to a pipe buffers some KiB, so its output comes in lumps unless it is ``unbuffered``. An image without
         Python cannot stream (``InvalidCall``).
@@ -148,7 +148,7 @@ class Session:
         """Write a file below ``/tmp`` or ``/dev/shm``: the whole of it, or, on any error, what was there before.
 
         A relative ``path`` begins at ``/tmp``; ``parents`` makes missing directories. ``data`` may be as long as a call's
-        input (``call.max_input``), and fits into the sandbox's tmpfs or not. Raises ``FileFailed`` (``code`` is the errno's
+        input (``call.max_input`` bytes), and has to fit into the sandbox's tmpfs. ``timeout`` (seconds) as ``call``. Raises ``FileFailed`` (``code`` is the errno's
         name), ``InvalidCall`` (a path that leads elsewhere; an image without Python) and what ``call`` raises.
         """
         limits = self._calls.settings.call
@@ -159,11 +159,11 @@ class Session:
     async def read_file(
         self, path: str, *, max_bytes: int | None = None, timeout: float | None = None, generation: str | None = None
     ) -> bytes:
-        """The bytes of a regular file below ``/tmp``, ``/dev/shm`` or ``/tool``; links that stay inside are followed.
+        """Return the bytes of a regular file below ``/tmp``, ``/dev/shm`` or ``/tool``; links that stay inside are followed.
 
-        A file of more than ``max_bytes`` (at most and by default ``call.max_output``, the agent's where it has its own) is
+        A file of more than ``max_bytes`` bytes (at most and by default ``call.max_output``, the agent's where it has its own) is
         ``FileFailed`` with the code ``EFBIG``, not a part of it.
-        Raises as ``write_file``.
+        ``timeout`` (seconds) as ``call``. Raises as ``write_file``.
         """
         most = self._ceiling() if max_bytes is None else max_bytes
         request = files.read_request(path, max_bytes, max_output=self._ceiling())
@@ -174,7 +174,9 @@ class Session:
         self, path: str = "/tmp",  # noqa: S108 - the place inside the sandbox
         *, timeout: float | None = None, generation: str | None = None,
     ) -> list[FileInfo]:  # fmt: skip
-        """The entries of a directory below ``/tmp``, ``/dev/shm`` or ``/tool``, by name. Raises as ``read_file``."""
+        """Return the entries of a directory below ``/tmp``, ``/dev/shm`` or ``/tool``, sorted by name. ``timeout`` (seconds) as ``call``.
+
+        Raises as ``read_file``."""
         most, doing = self._ceiling(), f"listing {path!r:.200}"
         request = files.list_request(path, max_output=most)
         return files.parse_listing(await self._file_call(request, doing, most, timeout, generation), doing)
@@ -222,14 +224,16 @@ class Session:
         await self._calls.ready(self._key, self._epoch)
 
     async def release(self) -> None:
-        """Detach this handle; the session and its sandbox stay. Twice is harmless."""
+        """Detach this handle; the session and its sandbox stay. Twice is harmless. Raises ``PoolUnusable`` on another event loop."""
         self._calls.require_here()
         if not self._released:
             self._released = True
             self._calls.detach(self._key, self._epoch)
 
     async def close(self) -> None:
-        """End the session for all its handles: its sandbox is destroyed, its running call ends with ``SessionClosed``."""
+        """End the session for all its handles: its sandbox is destroyed, its running call ends with ``SessionClosed``.
+
+        Raises ``PoolUnusable`` on another event loop."""
         self._calls.require_here()
         self._released = True
         self._calls.end(self._key, self._epoch)

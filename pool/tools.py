@@ -14,12 +14,12 @@ from pathlib import Path
 import anyio
 
 from executor.common.log import get_logger
-from executor.errors import EmberpoolError, InvalidCall
+from executor.errors import EmberpoolError, InvalidCall, StagingFailed
 from executor.host.call import HOST, HostLimits, host_call
 from executor.sandbox.request import Call
 from executor.sandbox.sandbox import no_file
 from executor.staging.threads import StagingThreads
-from executor.staging.versions import StagingFailed, resolve_tool_dir
+from executor.staging.versions import resolve_tool_dir
 from executor.tool import Tool, ToolResult, encode_arguments, tool_code, tool_result
 from pool.audit import AuditEntry
 from pool.config.load import Settings

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import anyio
 
-from pool import SandboxPool, Settings, logs
+from emberpool import SandboxPool, Settings, configure_logs
 
 MODULES = [
     "test_json",
@@ -108,7 +108,7 @@ def main() -> int:
     """Run the modules that the arguments name, or the usual ones; the exit status is 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("modules", nargs="*", default=MODULES, metavar="MODULE")
-    logs.configure("warning")
+    configure_logs("warning")
     anyio.run(compare, list(parser.parse_args().modules))
     return 0
 

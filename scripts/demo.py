@@ -14,16 +14,20 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
-from executor.errors import EmberpoolError, SandboxDied
-from executor.result import CallResult
-from executor.tool import ToolResult
-from pool import logs
-from pool.cli import interrupts
-from pool.config.load import Settings
-from pool.manifest.load import Manifest, load_manifest
-from pool.pool import SandboxPool
-from pool.session import Session
-from pool.tools import plan_tool
+from emberpool import (
+    CallResult,
+    EmberpoolError,
+    Manifest,
+    SandboxDied,
+    SandboxPool,
+    Session,
+    Settings,
+    ToolResult,
+    configure_logs,
+    interrupts,
+    load_manifest,
+    plan_tool,
+)
 
 out = Console(highlight=False)
 
@@ -210,7 +214,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     try:
-        logs.configure(options.log_level)
+        configure_logs(options.log_level)
     except KeyError:
         parser.error(f"--log-level {options.log_level!r} is none of debug, info, warning, error")
     try:

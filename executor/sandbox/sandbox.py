@@ -26,6 +26,7 @@ from executor.errors import (
     InvalidCall,
     ProfileMismatch,
     SandboxDied,
+    StagingFailed,
 )
 from executor.result import CallResult
 from executor.sandbox import witness
@@ -50,7 +51,7 @@ from executor.sandbox.verify import (
     require_no_volumes,
 )
 from executor.staging.threads import StagingThreads
-from executor.staging.versions import Fingerprints, StageLimits, Staging, StagingFailed, remove_all
+from executor.staging.versions import Fingerprints, StageLimits, Staging, remove_all
 
 log = get_logger("emberpool.sandbox")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from executor.errors import EmberpoolError, InvalidCall
+from executor.errors import InvalidCall, StagingFailed
 
 ANCHORED = hasattr(os, "O_NOFOLLOW") and os.open in os.supports_dir_fd and os.scandir in os.supports_fd
 """Whether a directory can be held open and everything in it be reached through it; not on Windows."""
@@ -29,13 +29,6 @@ _MOVED = frozenset(
     if hasattr(errno, name)
 )
 """What an operation meets where a path has become something else since it was looked at (or is under a lease)."""
-
-
-class StagingFailed(EmberpoolError):
-    """A tool directory cannot be staged now, for a reason of the host's: a full disk, a file that keeps changing."""
-
-    reason = "staging_failed"
-    retryable = True
 
 
 class SourceChanged(Exception):

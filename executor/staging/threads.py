@@ -16,7 +16,7 @@ import anyio
 import anyio.lowlevel
 from anyio import from_thread
 
-from executor.staging.source import StagingFailed
+from executor.errors import StagingFailed
 
 MOST = 16
 """Threads at the same time that somebody waits for."""

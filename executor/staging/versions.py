@@ -20,14 +20,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from executor.errors import InvalidCall
+from executor.errors import InvalidCall, StagingFailed
 from executor.staging.copy import DIGEST_LENGTH, read_tree
 from executor.staging.fingerprints import Fingerprints, Look, differing, look
 from executor.staging.source import (
     Folder,
     SourceChanged,
     StageLimits,
-    StagingFailed,
     locate,
     open_source,
     reading,

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from executor.common.printable import printable
-from executor.errors import EmberpoolError, InvalidCall, ProfileMismatch
+from executor.errors import EmberpoolError, InvalidCall, ProfileMismatch, StagingFailed
 from executor.host.call import CAN_LIMIT
 from executor.sandbox.sandbox import no_file
 from executor.staging.threads import StagingThreads
-from executor.staging.versions import StageLimits, Staging, StagingFailed
+from executor.staging.versions import StageLimits, Staging
 from pool.config.load import ConfigError, Settings
 from pool.doctor.checks import Check
 from pool.manifest.load import Manifest, ToolEntry

@@ -14,9 +14,8 @@ from typing import Any
 import anyio
 import pytest
 
-from executor.errors import EmberpoolError, InvalidCall, SandboxDied
+from executor.errors import EmberpoolError, InvalidCall, SandboxDied, StagingFailed
 from executor.staging import source
-from executor.staging.versions import StagingFailed
 from executor.tool import ToolResult
 from pool.config.load import Settings
 from pool.pool import SandboxPool

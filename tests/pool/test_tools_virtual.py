@@ -21,9 +21,9 @@ from executor.errors import (
     QuotaExceeded,
     SandboxDied,
     SessionBusy,
+    StagingFailed,
 )
 from executor.result import CallResult
-from executor.staging.versions import StagingFailed
 from executor.tool import Tool, ToolResult
 from pool.config.load import Settings
 from pool.pool import SandboxPool

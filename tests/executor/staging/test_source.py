@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from executor.errors import InvalidCall
+from executor.errors import InvalidCall, StagingFailed
 from executor.staging import source as staging_source
-from executor.staging.versions import StagingFailed, resolve_tool_dir
+from executor.staging.versions import resolve_tool_dir
 from tests.support.stagings import Site, fails, once, reads, tree
 
 

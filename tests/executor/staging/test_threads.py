@@ -15,10 +15,10 @@ import anyio.to_thread
 import pytest
 from structlog.testing import capture_logs
 
+from executor.errors import StagingFailed
 from executor.staging import fingerprints
 from executor.staging import threads as staging_threads
 from executor.staging.threads import StagingThreads
-from executor.staging.versions import StagingFailed
 from executor.tool import Tool
 from pool.config.load import Settings
 from tests.support.pools import outcome, running, settings_of, until

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.errors import EmberpoolError, InvalidCall
+from executor.errors import EmberpoolError, InvalidCall, StagingFailed
 from executor.staging import fingerprints
-from executor.staging.versions import Staging, StagingFailed
+from executor.staging.versions import Staging
 from tests.support.stagings import Site, fails, once, reads, tree
 
 
