@@ -91,7 +91,7 @@ class Session:
 
         The tool's directory must lie inside one of ``allowed`` (by default it alone is), links followed, and is seen by the
         code read-only, as it is at this moment. A tool that fails is a result whose ``ok`` is false. ``timeout`` (seconds), ``max_output`` (bytes)
-        and errors as ``call``; ``InvalidCall`` also says what is wrong about the directory. ``SandboxPool.run_tool`` does all that a manifest says.
+        as ``call``. Raises what ``call`` raises; ``InvalidCall`` also says what is wrong about the directory. ``SandboxPool.run_tool`` does all that a manifest says.
         """
         self._require_attached()
         stdin = encode_arguments(arguments, max_input=self._calls.settings.call.max_input)

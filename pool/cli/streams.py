@@ -69,8 +69,9 @@ def read_stdin(most: int) -> bytes:
     """All of stdin. Raises ``InvalidCall`` as soon as it is more than ``most`` bytes, or where it cannot be read."""
     data = bytearray()
     try:
-        buffer: Any = sys.stdin.buffer  # typed as if it had no `read1`
-        while (chunk := buffer.read1(_CHUNK)) != b"":
+        # Below the buffer, which takes a pipe that is empty for the moment and does not block for one that has ended.
+        raw: Any = getattr(sys.stdin.buffer, "raw", sys.stdin.buffer)
+        while (chunk := raw.read(_CHUNK)) != b"":
             if chunk is None:
                 select.select([sys.stdin], [], [])  # whoever started this has made it non-blocking
                 continue

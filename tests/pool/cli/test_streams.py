@@ -96,7 +96,7 @@ def test_a_call_that_is_wrong_is_refused_before_an_engine_is_looked_for(place: P
 def test_streams_that_do_not_block_are_waited_for(place: Path) -> None:
     # Both ends of a pipe that somebody else has made non-blocking, as node's are; more than fits into it.
     source = (
-        "import sys, time; sys.stdout.write('[pool]\\n'); sys.stdout.flush(); time.sleep(0.2); print('name = \"x\"')"
+        "import sys, time; sys.stdout.write('[pool]\\n'); sys.stdout.flush(); time.sleep(1.5); print('name = \"x\"')"
     )
     program = (
         "import os, sys\n"
