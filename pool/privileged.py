@@ -20,7 +20,7 @@ from executor.sandbox.profile import check_mount
 from executor.sandbox.request import Call, check_code
 from executor.staging.threads import StagingThreads
 from pool.config.load import Settings
-from pool.config.tools import WORKSPACE, CommandSettings
+from pool.config.tables import WORKSPACE, CommandSettings
 from pool.supervisor.containers import ColdSetting
 
 RunCold = Callable[[Call, ColdSetting], Awaitable[CallResult]]

@@ -1,13 +1,10 @@
-"""The open files of a gateway's process: every armed runner holds some for as long as its sandbox lives."""
+"""File descriptors of the gateway's process: every armed runner holds some for as long as its sandbox lives."""
 
 from __future__ import annotations
 
-import sys
+import resource
 
 from pool.config.models import Settings
-
-if sys.platform != "win32":
-    import resource
 
 ARMED = 4
 """Of an armed runner: three pipes, and the handle by which its client's end is noticed."""
@@ -22,16 +19,14 @@ HIGHEST = 1 << 20
 
 
 def needed(settings: Settings, max_sandboxes: int | None = None) -> int:
-    """The open files that a pool of this size may hold at once."""
+    """Return how many files a pool of this size may hold open at once."""
     pool = settings.pool
     armed = (pool.max_sandboxes if max_sandboxes is None else max_sandboxes) * settings.call.parallel
     return ARMED * armed + COMMAND * (pool.max_starting + pool.max_cold + COMMANDS) + OWN
 
 
 def shortage(settings: Settings, max_sandboxes: int | None = None) -> str:
-    """What is wrong where this process may not open as many; ``""`` where it may, now or once the limit is raised."""
-    if sys.platform == "win32":
-        return ""
+    """Return what is wrong if this process may not open that many files; ``""`` if it may, now or once the limit is raised."""
     most, wanted = resource.getrlimit(resource.RLIMIT_NOFILE)[1], needed(settings, max_sandboxes)
     if most == resource.RLIM_INFINITY or wanted <= most:
         return ""
@@ -43,9 +38,7 @@ def shortage(settings: Settings, max_sandboxes: int | None = None) -> str:
 
 
 def raise_limit() -> None:
-    """Raise how many files this process may open as far as it may do so itself."""
-    if sys.platform == "win32":
-        return
+    """Raise this process's limit on open files as far as it is allowed to."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = HIGHEST if hard == resource.RLIM_INFINITY else min(hard, HIGHEST)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -22,9 +22,9 @@ from executor.common.printable import printable
 from pool.config.errors import ConfigError, Problem, dotted
 from pool.config.host import check_host
 from pool.config.links import is_service_link
-from pool.config.models import SECTIONS, CallSettings, PoolSettings, SandboxSettings, Settings
+from pool.config.models import SECTIONS, Settings
+from pool.config.tables import AgentSettings, CallSettings, PoolSettings, SandboxSettings
 from pool.config.toml import parse_toml
-from pool.config.tools import AgentSettings
 from pool.config.types import Section
 
 __all__ = [

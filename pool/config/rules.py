@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from pool.config.errors import Problem, dotted
-from pool.config.tools import COMMANDS, WORKSPACE
+from pool.config.tables import COMMANDS, WORKSPACE, Tables
 from pool.config.types import Section, format_duration, format_size
 
-if TYPE_CHECKING:
-    from pool.config.models import Settings
 
-
-def combinations(settings: Settings) -> Iterator[Problem]:
-    """Every rule between keys that ``settings`` breaks."""
+def combinations(settings: Tables) -> Iterator[Problem]:
+    """Yield a problem for every rule between keys that ``settings`` breaks."""
     yield from _counts(settings)
     yield from _times(settings)
     yield from _sandbox(settings)
     yield from _agents(settings)
 
 
-def _counts(settings: Settings) -> Iterator[Problem]:
+def _counts(settings: Tables) -> Iterator[Problem]:
     pool = settings.pool
     for key in ("min_standby", "max_starting"):
         count = getattr(pool, key)
@@ -34,7 +30,7 @@ def _counts(settings: Settings) -> Iterator[Problem]:
             )
 
 
-def _times(settings: Settings) -> Iterator[Problem]:
+def _times(settings: Tables) -> Iterator[Problem]:
     longest, call = settings.pool.max_lifetime, settings.call
     if call.timeout > longest:
         yield Problem(
@@ -52,10 +48,10 @@ def _times(settings: Settings) -> Iterator[Problem]:
             )
 
 
-def _sandbox(settings: Settings) -> Iterator[Problem]:
+def _sandbox(settings: Tables) -> Iterator[Problem]:
     pool, call, uids = settings.pool, settings.call, settings.sandbox.uid_range
-    # Each runner is a process, the one that waits for its call, and who keeps that one's memory; PID 1 and its child are
-    # two more.
+    # A runner takes three processes: itself, the one that waits for the next call, and one that keeps that one's memory. PID 1
+    # and its child are two more.
     taken = 3 * call.parallel + 2
     if settings.sandbox.pids < taken + call.parallel:
         yield Problem(
@@ -78,7 +74,7 @@ def _sandbox(settings: Settings) -> Iterator[Problem]:
         )
 
 
-def _agents(settings: Settings) -> Iterator[Problem]:
+def _agents(settings: Tables) -> Iterator[Problem]:
     for name, agent in settings.agents.items():
         for key, form in (("timeout", format_duration), ("max_output", format_size)):
             own, ceiling = getattr(agent.call, key), getattr(settings.call, key)

@@ -1,7 +1,7 @@
-"""The settings of a pool: every key, its default and the rules that it has to keep, alone and with the others.
+"""The tables of the configuration: every key, its default and its own rule. The rules between keys are in ``rules``.
 
 Plain frozen models: making one reads no file and no environment (but the default of ``state_dir`` is a place of the
-user who runs the pool). ``pool.config.load.load_settings`` is what reads files and environments.
+user who runs the pool).
 """
 
 from __future__ import annotations
@@ -9,25 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
 from executor.machine.image import DEFAULT_IMAGE
 from executor.sandbox.profile import ContainerProfile, check_mount
-from pool.config.errors import ConfigError, Known, problems_of
-from pool.config.rules import combinations
-from pool.config.tools import (
-    COMMANDS,
-    WORKSPACE,
-    AgentCall,
-    AgentOverrides,
-    AgentSettings,
-    HostSettings,
-    PrivilegedSettings,
-    ToolsSettings,
-)
 from pool.config.types import (
     MAX_UID,
     AbsolutePath,
@@ -41,6 +30,7 @@ from pool.config.types import (
     StringList,
     UidRange,
     UidRangeField,
+    VariableNames,
     absolute,
     own_network,
     shown,
@@ -212,11 +202,116 @@ class CallSettings(Section):
     unbuffered: bool = False
 
 
-class Settings(Section):
-    """Everything that a pool is told. ``Settings(pool={"max_sandboxes": 4})`` is checked like a file is.
+WORKSPACE = "/workspace"
+"""Where a privileged command finds the workspace's ``data/sandbox``."""
 
-    Raises ``ConfigError`` naming every problem.
+
+class ToolsSettings(Section):
+    """``[tools]``: how much one tool's directory may hold. Bytes and files."""
+
+    max_bytes: Size = 16_777_216
+    max_files: int = Field(default=1_000, ge=1, le=1_000_000)
+
+
+class HostSettings(Section):
+    """``[host]``: the calls of tools that run on the host, under limits (``python_tools = "limits"``)."""
+
+    max_calls: int = Field(default=8, ge=1, le=10_000)
+    max_waiters: int = Field(default=100, ge=0, le=1_000_000)
+
+
+class CommandSettings(Section):
+    """``[privileged.<command>]``: one privileged command; each call of it has a disposable container. Seconds, bytes.
+
+    ``network`` is the engine's; ``""`` is none, whatever ``sandbox.network`` says.
     """
+
+    timeout: Duration = 60.0
+    max_output: Size = 1_048_576
+    network: str = ""
+
+    @field_validator("network")
+    @classmethod
+    def _network(cls, value: str) -> str:
+        return own_network(value) if value else value
+
+
+class PythonEvalSettings(CommandSettings):
+    """``[privileged.python_eval]``."""
+
+    timeout: Duration = 30.0
+
+
+class InstallLibrarySettings(CommandSettings):
+    """``[privileged.install_library]``; without a network it has nothing to install from, and is refused when called."""
+
+    timeout: Duration = 300.0
+
+
+class PrivilegedSettings(Section):
+    """``[privileged]``: a table for each privileged command."""
+
+    shell_exec: CommandSettings = Field(default_factory=lambda: CommandSettings())
+    run_script: CommandSettings = Field(default_factory=lambda: CommandSettings())
+    python_eval: PythonEvalSettings = Field(default_factory=lambda: PythonEvalSettings())
+    install_library: InstallLibrarySettings = Field(default_factory=lambda: InstallLibrarySettings())
+
+    def within(self, longest: float) -> PrivilegedSettings:
+        """The same with no timeout above ``longest`` seconds."""
+        cut = {
+            name: command.model_copy(update={"timeout": longest}) for name, command in self if command.timeout > longest
+        }
+        return self.model_copy(update=cut) if cut else self
+
+
+COMMANDS: Mapping[str, type[CommandSettings]] = {
+    "shell_exec": CommandSettings,
+    "run_script": CommandSettings,
+    "python_eval": PythonEvalSettings,
+    "install_library": InstallLibrarySettings,
+}
+"""The privileged commands, and the settings of each."""
+
+
+class AgentCall(Section):
+    """``[agents.<name>.call]``: ceilings for the calls of one agent, at most those of ``[call]``. Seconds and bytes."""
+
+    timeout: Duration | None = None
+    max_output: Size | None = None
+
+
+class AgentOverrides(Section):
+    """``[agents.<name>]``: what differs for one agent; ``None`` is what holds for all of them.
+
+    ``env`` names variables of the gateway's environment; their values are read at each call. ``allowed_tool_dirs``
+    replaces the pool's list, ``max_sessions`` (0 is no limit) replaces ``pool.max_sessions_per_agent``.
+    """
+
+    python_tools: PythonTools | None = None
+    env: VariableNames = ()
+    allowed_tool_dirs: PathList | None = None
+    max_sessions: int | None = Field(default=None, ge=0, le=1_000_000)
+    call: AgentCall = Field(default_factory=lambda: AgentCall())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSettings:
+    """What holds for one agent, its own settings and the pool's put together.
+
+    ``env`` holds names of variables. An empty ``allowed_tool_dirs`` means the directory of the tool's manifest.
+    ``timeout`` is seconds, ``max_output`` bytes of each stream, ``max_sessions`` a count with 0 for no limit.
+    """
+
+    python_tools: PythonTools
+    env: tuple[str, ...]
+    allowed_tool_dirs: tuple[Path, ...]
+    timeout: float
+    max_output: int
+    max_sessions: int
+
+
+class Tables(Section):
+    """All tables of one configuration, each checked by itself."""
 
     sandbox: SandboxSettings = Field(default_factory=lambda: SandboxSettings())
     pool: PoolSettings = Field(default_factory=lambda: PoolSettings())
@@ -225,47 +320,3 @@ class Settings(Section):
     host: HostSettings = Field(default_factory=lambda: HostSettings())
     privileged: PrivilegedSettings = Field(default_factory=lambda: PrivilegedSettings())
     agents: dict[AgentName, AgentOverrides] = Field(default_factory=dict)
-
-    def __init__(self, /, **sections: Section | Mapping[str, Any]) -> None:
-        try:
-            super().__init__(**sections)
-        except ValidationError as error:
-            raise ConfigError(problems_of(error, known_keys())) from None
-        if problems := list(combinations(self)):
-            raise ConfigError(problems)
-        # A default must not stand in the way of a shorter `max_lifetime`; what was written is judged by `combinations`.
-        object.__setattr__(self, "privileged", self.privileged.within(self.pool.max_lifetime))
-
-    def agent(self, name: str) -> AgentSettings:
-        """What holds for the agent called ``name``, whether or not it has a table of its own."""
-        own, sandbox = self.agents.get(name, AgentOverrides()), self.sandbox
-        return AgentSettings(
-            python_tools=sandbox.python_tools if own.python_tools is None else own.python_tools,
-            env=own.env,
-            allowed_tool_dirs=sandbox.allowed_tool_dirs if own.allowed_tool_dirs is None else own.allowed_tool_dirs,
-            timeout=self.call.timeout if own.call.timeout is None else own.call.timeout,
-            max_output=self.call.max_output if own.call.max_output is None else own.call.max_output,
-            max_sessions=self.pool.max_sessions_per_agent if own.max_sessions is None else own.max_sessions,
-        )
-
-
-SECTIONS: Mapping[str, type[Section]] = {
-    "sandbox": SandboxSettings,
-    "pool": PoolSettings,
-    "call": CallSettings,
-    "tools": ToolsSettings,
-    "host": HostSettings,
-    **{f"privileged.{name}": section for name, section in COMMANDS.items()},
-}
-"""The tables that every configuration has, by name (those of agents come on top)."""
-
-
-def known_keys() -> Known:
-    """The keys of each table, in the order of their documentation; ``*`` stands for any agent's name."""
-    sections: dict[str, type[Section]] = {
-        **SECTIONS,
-        "privileged": PrivilegedSettings,
-        "agents.*": AgentOverrides,
-        "agents.*.call": AgentCall,
-    }
-    return {name: tuple(section.model_fields) for name, section in sections.items()}

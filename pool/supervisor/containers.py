@@ -37,7 +37,7 @@ from executor.sandbox.verify import require_no_volumes
 from executor.staging.threads import StagingThreads
 from executor.staging.versions import Fingerprints, StageLimits
 from pool.config.load import Settings
-from pool.config.tools import WORKSPACE
+from pool.config.tables import WORKSPACE
 from pool.ledger.cleanup import LATE_START as LATE_START
 from pool.ledger.cleanup import drop, look
 from pool.ledger.ledger import Entry, EntryState, StateDirectory

@@ -9,7 +9,7 @@ import pytest
 from executor.errors import FileFailed, InvalidCall, SessionClosed, StateLost
 from executor.sandbox import files
 from pool.config.load import CallSettings, Settings
-from pool.config.tools import AgentCall, AgentOverrides
+from pool.config.tables import AgentCall, AgentOverrides
 from pool.pool import SandboxPool
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]

@@ -18,7 +18,7 @@ from pool.cli.config import config_app
 from pool.config.host import host_memory
 from pool.config.load import Settings, check_host, load
 from pool.config.models import SECTIONS, known_keys
-from pool.config.tools import COMMANDS, PrivilegedSettings
+from pool.config.tables import COMMANDS, PrivilegedSettings
 from tests.support import ROOT
 
 DOCS = ROOT / "docs" / "configuration.md"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pool.config.load import ConfigError, Settings
-from pool.config.models import default_state_dir
+from pool.config.tables import default_state_dir
 
 
 def problems(section: str = "", /, **keys: object) -> list[str]:
