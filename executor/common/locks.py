@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import weakref
 from collections.abc import AsyncIterator, Iterator
@@ -30,8 +31,6 @@ class HeldLock:
         """Give the lock back; twice is harmless, and a forked child gives nothing back that is its parent's."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            import fcntl
-
             try:
                 fcntl.flock(fd, fcntl.LOCK_UN)
             finally:
@@ -46,8 +45,7 @@ class HeldLock:
                 os.close(fd)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=HeldLock.forget_all)
+os.register_at_fork(after_in_child=HeldLock.forget_all)
 
 
 def private_directory(path: Path) -> None:
@@ -59,8 +57,6 @@ def private_directory(path: Path) -> None:
 @contextmanager
 def try_lock(path: Path, *, shared: bool = False) -> Iterator[bool]:
     """Lock ``path`` without waiting and hold the lock inside the block; yields whether it was free."""
-    import fcntl  # not on Windows, where only this function is missed
-
     private_directory(path.parent)
     # No program that this process starts may inherit it: O_CLOEXEC is Python's default.
     lock = HeldLock(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))

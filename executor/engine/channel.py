@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 
@@ -24,10 +23,6 @@ from executor.engine.protocol import Channel
 @asynccontextmanager
 async def attached(argv: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[Channel]:
     """Start a client with a channel to it; it is dead and reaped once the block is left. Nothing may use the channel then."""
-    if sys.platform == "win32":  # its pipes cannot be waited for
-        async with process.client(argv, env) as client:
-            yield StreamChannel(client)
-        return
     with ExitStack() as ends:
 
         def pipe() -> list[int]:

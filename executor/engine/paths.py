@@ -85,7 +85,7 @@ def engine_paths() -> EnginePaths:
     if home := engine_home():
         root = Path(home)
         run = root / "run"
-    elif hasattr(os, "geteuid") and os.geteuid() == 0:
+    elif os.geteuid() == 0:
         root, run = Path("/var/lib/emberpool/engine"), Path("/run/emberpool/engine")
     else:
         root = _xdg("XDG_STATE_HOME", Path.home() / ".local" / "state") / "emberpool" / "engine"

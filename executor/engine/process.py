@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -104,7 +103,7 @@ def heed_children() -> None:
 
     Only a program's main thread can; from another one this raises ``EngineUnavailable``.
     """
-    if sys.platform == "win32" or signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
         return
     if threading.current_thread() is not threading.main_thread():
         raise EngineUnavailable(

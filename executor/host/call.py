@@ -5,8 +5,7 @@ file, and it filters the environment. It isolates nothing. The code runs with th
 and writes every file that this process can, has the whole network, sees and may end every other process of its user (this
 one too), and finds every credential that stands in a file. A process that leaves its session and its process group, and
 whose parent ends before it is looked for, survives its call. The limits are each process's own, so many processes together
-have many times as much. On macOS the address space is capped loosely; on Windows there are no limits at all. Whoever does
-not trust a tool needs ``python_tools = "container"``.
+have many times as much. On macOS the address space is capped loosely. Whoever does not trust a tool needs ``python_tools = "container"``.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from executor.common.printable import printable
 from executor.common.threads import in_thread
 from executor.errors import EngineFailed, InvalidCall, ProfileMismatch
 from executor.host.process import HostEnd, run_on_host
-from executor.host.unlimited import unlimited
 from executor.result import CallResult
 from executor.sandbox.profile import CALL_ENV
 from executor.sandbox.request import Call
@@ -40,8 +38,7 @@ log = get_logger("emberpool.host")
 HOST = "host"
 """What a call on the host has for a generation."""
 GRACE = 2.0
-CAN_LIMIT = os.name == "posix"
-_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR") + (("SYSTEMROOT",) if sys.platform == "win32" else ())
+_INHERITED = ("PATH", "HOME", "LANG", "TMPDIR")
 _MIB = 1_048_576
 _LENIENT = "set sandbox.limits_strict = false to run without what cannot be set"
 
@@ -85,14 +82,8 @@ async def host_call(call: Call, *, limits: HostLimits, env: Mapping[str, str], g
     where a limit cannot be set and ``limits`` are strict, ``InvalidCall``, ``EngineFailed`` where nothing could be started.
     """
     environment = host_environment(call, env)
-    if not CAN_LIMIT:
-        if limits.strict:
-            raise ProfileMismatch(f"the limits cannot be set: this system has none; {_LENIENT}, or use containers")
-        log.warning("host.no_limits", reason="this system has no resource limits")
     async with _places(call) as (cwd, file):
         program = _program(call, environment, file)
-        if not CAN_LIMIT:
-            return await unlimited(program, call, environment, cwd, generation=HOST)
 
         def argv(tell: int) -> Sequence[str]:
             how = "strict" if limits.strict else "lenient"

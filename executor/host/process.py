@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,9 +22,6 @@ from executor.common.log import get_logger
 from executor.engine.process import READ_SIZE, Capped, heed_children
 from executor.errors import EngineFailed
 from executor.host.process_tree import ProcessTree
-
-if sys.platform != "win32":
-    import resource
 
 log = get_logger("emberpool.host")
 

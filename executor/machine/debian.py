@@ -59,7 +59,7 @@ def release() -> Release:
 
 def is_root() -> bool:
     """Whether this process may change the system."""
-    return hasattr(os, "geteuid") and os.geteuid() == 0
+    return os.geteuid() == 0
 
 
 def system_environment() -> dict[str, str]:

@@ -150,8 +150,6 @@ def next_step() -> str:
     command = Path(sys.argv[0]).absolute() if Path(sys.argv[0]).name == "emberpool" else "emberpool"
     if sys.platform == "darwin":
         return "start Docker Desktop, or: brew install colima docker && colima start"
-    if sys.platform == "win32":
-        return "start Docker Desktop (with its WSL 2 backend)"
     here = release()
     kinds = (here.id, *here.like)
     if "debian" in kinds or "ubuntu" in kinds:

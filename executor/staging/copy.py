@@ -6,11 +6,10 @@ import hashlib
 import os
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 
 from executor.errors import InvalidCall
 from executor.staging.fingerprints import Look, facts
-from executor.staging.links import fault
 from executor.staging.source import Folder, SourceChanged, StageLimits, reading, shown, writing
 
 DIGEST_LENGTH = 32
@@ -21,6 +20,11 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+
+MAX_LINKS = 40
+"""Links that Linux follows in one path (MAXSYMLINKS)."""
+_MAX_STEPS = 1_000
+"""Names that one link may lead through; a thousand links of thousands of names each would take minutes."""
 
 
 def read_tree(source: Folder, limits: StageLimits, out: Folder | None = None) -> tuple[str, Look]:
@@ -151,7 +155,7 @@ class _Reader:
     def check_links(self) -> None:
         """``InvalidCall`` for a link that leads anywhere but to something that was read. Afterwards: all names are known."""
         for path in self._links:
-            if why := fault(path, self._folders, self._files, self._links):
+            if why := link_fault(path, self._folders, self._files, self._links):
                 raise InvalidCall(f"the link {shown(f'{self._top}/{path}')} {why}")
 
 
@@ -167,3 +171,39 @@ def _content(fd: int, size: int, full: str) -> Iterator[bytes]:
     with reading(full):
         if os.read(fd, 1):
             raise SourceChanged(full)
+
+
+def link_fault(path: str, folders: Container[str], files: Container[str], links: Mapping[str, str]) -> str:
+    """Return why a link must not be staged, ``""`` if it leads to something that is staged with it. Pure.
+
+    All paths are relative to the tool directory, which is ``""`` itself; ``links`` maps each link to what it says. A path
+    is followed name by name as the kernel does: ``..`` after a link goes up from where the link led.
+    """
+    here = path.split("/")[:-1]
+    names = [links[path]]
+    followed = 1
+    for _ in range(_MAX_STEPS):
+        if "/" in names[-1]:
+            if names[-1].startswith("/"):
+                return f"is absolute ({links[path]!r:.100}); make it relative"
+            names[-1:] = names[-1].split("/")[::-1]
+        name = names.pop()
+        below = "/".join((*here, name))
+        if name == "..":
+            if not here:
+                return f"leads out of the tool directory ({links[path]!r:.100})"
+            here.pop()
+        elif below in links and name not in ("", "."):
+            followed += 1
+            if followed > MAX_LINKS:
+                return "leads in a circle, or through too many other links"
+            names.append(links[below])
+        elif below in files and not names:
+            return ""
+        elif name not in ("", "."):
+            if below not in folders:
+                return f"leads to nothing that is staged with it ({links[path]!r:.100})"
+            here.append(name)
+        if not names:
+            return ""
+    return "leads in a circle, or through too many other names"

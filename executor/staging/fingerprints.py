@@ -48,7 +48,6 @@ def look(real: str, most: int) -> Look:
                     continue
                 if len(found) > most:
                     return found
-                # Not `entry.stat`: on Windows it leaves out which file it is.
                 about = os.lstat(entry.path)
                 path = before + entry.name
                 found[path] = facts(about)

@@ -14,14 +14,11 @@ from typing import Self
 
 from executor.errors import InvalidCall, StagingFailed
 
-ANCHORED = hasattr(os, "O_NOFOLLOW") and os.open in os.supports_dir_fd and os.scandir in os.supports_fd
-"""Whether a directory can be held open and everything in it be reached through it; not on Windows."""
-
-_READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Without O_NONBLOCK, opening a pipe waits for its other end, and a file under a lease for its holder.
-_READ_FILE = _READ | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-_READ_FOLDER = _READ | getattr(os, "O_DIRECTORY", 0)
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _READ | getattr(os, "O_BINARY", 0)
+_READ_FILE = _READ | os.O_NONBLOCK
+_READ_FOLDER = _READ | os.O_DIRECTORY
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _READ
 
 _MOVED = frozenset(
     getattr(errno, name)
@@ -132,16 +129,12 @@ def writing(place: str | Path) -> Iterator[None]:
 class Folder:
     """An open directory. What is in it is reached through it, so a link put into its path's way leads nowhere else.
 
-    Where the system cannot do that (see ``ANCHORED``), it is a path that was looked at, and an opened file is compared
-    with what is there. Raises ``OSError``.
+    Raises ``OSError``.
     """
 
     def __init__(self, path: str, *, name: str = "", within: Folder | None = None) -> None:
-        self.path, self._fd = path, -1
-        if ANCHORED:
-            self._fd = os.open(name or path, _READ_FOLDER, dir_fd=within._fd if within is not None else None)
-        elif not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        self.path = path
+        self._fd: int = os.open(name or path, _READ_FOLDER, dir_fd=within._fd if within is not None else None)
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +151,7 @@ class Folder:
     def names(self, most: int) -> list[str]:
         """The names in it that are staged, in no order; it stops looking after ``most`` and one more."""
         found = []
-        with os.scandir(self._fd if ANCHORED else self.path) as entries:
+        with os.scandir(self._fd) as entries:
             for entry in entries:
                 if not skipped(entry.name):
                     found.append(entry.name)
@@ -168,55 +161,37 @@ class Folder:
 
     def stat(self, name: str = "") -> os.stat_result:
         """What it is, or what one thing in it is; a link is not followed."""
-        if not name:
-            return os.fstat(self._fd) if ANCHORED else os.lstat(self.path)
-        where, at = self._at(name)
-        return os.stat(where, dir_fd=at, follow_symlinks=False)
+        return os.stat(name, dir_fd=self._fd, follow_symlinks=False) if name else os.fstat(self._fd)
 
     def readlink(self, name: str) -> str:
         """What a link in it says."""
-        where, at = self._at(name)
-        return os.readlink(where, dir_fd=at)
+        return os.readlink(name, dir_fd=self._fd)
 
     def open(self, name: str) -> int:
         """Open a file in it to be read, without waiting for anybody."""
-        where, at = self._at(name)
-        fd = os.open(where, _READ_FILE, dir_fd=at)
-        if not ANCHORED and not os.path.samestat(os.lstat(where), os.fstat(fd)):
-            os.close(fd)
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        return fd
+        return os.open(name, _READ_FILE, dir_fd=self._fd)
 
     def create(self, name: str, mode: int) -> int:
         """Make a file in it, to be written."""
-        where, at = self._at(name)
-        fd = os.open(where, _NEW_FILE, 0o600, dir_fd=at)
-        _set_mode(fd if ANCHORED else where, mode)
+        fd = os.open(name, _NEW_FILE, 0o600, dir_fd=self._fd)
+        _set_mode(fd, mode)
         return fd
 
     def mkdir(self, name: str) -> Folder:
         """Make a directory in it, mode 0755."""
-        where, at = self._at(name)
-        os.mkdir(where, 0o700, dir_fd=at)
+        os.mkdir(name, 0o700, dir_fd=self._fd)
         below = self.folder(name)
-        _set_mode(below._fd if ANCHORED else below.path, 0o755)
+        _set_mode(below._fd, 0o755)
         return below
 
     def symlink(self, target: str, name: str) -> None:
         """Make a symbolic link in it."""
-        where, at = self._at(name)
-        os.symlink(target, where, dir_fd=at)
-
-    def _at(self, name: str) -> tuple[str, int | None]:
-        return (name, self._fd) if ANCHORED else (f"{self.path}/{name}", None)
+        os.symlink(target, name, dir_fd=self._fd)
 
 
-def _set_mode(what: int | str, mode: int) -> None:
-    # Not by the mode at its making: the umask would have a say in it, and a set-group-id directory above.
-    if isinstance(what, int):
-        os.fchmod(what, mode)
-    else:
-        Path(what).chmod(mode)
+def _set_mode(fd: int, mode: int) -> None:
+    # Not by the mode at its creation: the umask would change it, and a set-group-id directory above.
+    os.fchmod(fd, mode)
 
 
 def open_source(real: str, root: str) -> Folder:

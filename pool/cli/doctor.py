@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -47,8 +46,6 @@ def doctor(
 
 async def _examined(config: Path | None) -> list[Check] | None:
     """The report; ``None`` where a signal came first, and then only after the probes are removed."""
-    if sys.platform == "win32":
-        return await examine_file(config)
     found: list[Check] | None = None
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with anyio.create_task_group() as tasks:

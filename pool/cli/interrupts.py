@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -22,8 +21,6 @@ def run(main: Callable[..., Awaitable[_T]], *args: object) -> _T:
 
 
 async def _interruptible(main: Callable[..., Awaitable[_T]], args: tuple[object, ...]) -> _T:
-    if sys.platform == "win32":
-        return await main(*args)  # there is no signal to wait for there; Ctrl-C does what it does
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)

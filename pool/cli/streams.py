@@ -41,8 +41,6 @@ class _Output(io.FileIO):
 
 def install() -> None:
     """Make the standard streams usable, before anything else opens a file: it would get the number of a closed one."""
-    if os.name != "posix":
-        return
     for fd, flags in _CLOSED:
         try:
             os.fstat(fd)

@@ -38,7 +38,7 @@ def host_memory() -> int:
     """This host's memory in bytes; 0 where the system does not tell it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+    except (ValueError, OSError):
         return 0
 
 

@@ -42,7 +42,7 @@ _USER = re.compile(r"[0-9]{1,10}:[0-9]{1,10}\Z", re.ASCII)
 
 def default_state_dir(name: str) -> Path:
     """Where the pool called ``name`` keeps its state by default: the machine's place for root, else the user's."""
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
+    if os.geteuid() == 0:
         return Path("/var/lib/emberpool/pools") / name
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     # XDG: a relative path there is invalid and has to be ignored.

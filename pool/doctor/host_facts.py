@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import pwd
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -42,8 +43,6 @@ def runc_package(version: str, changelogs: Iterable[Path] = CHANGELOGS) -> Packa
 
 def users_of(uids: UidRange, subordinate: Path = SUBORDINATE_UIDS) -> list[str]:
     """The host's users with a uid in ``uids``, and those that have subordinate uids there."""
-    import pwd  # not on Windows
-
     wanted = range(uids.start, uids.start + uids.count)
     found = [f"{user.pw_name} ({user.pw_uid})" for user in pwd.getpwall() if user.pw_uid in wanted]
     try:

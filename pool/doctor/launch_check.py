@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from executor.common.printable import printable
-from executor.errors import EmberpoolError, InvalidCall, ProfileMismatch, StagingFailed
-from executor.host.call import CAN_LIMIT
+from executor.errors import EmberpoolError, InvalidCall, StagingFailed
 from executor.sandbox.sandbox import no_file
 from executor.staging.threads import StagingThreads
 from executor.staging.versions import StageLimits, Staging
@@ -132,9 +131,5 @@ def _parse(plan: ToolPlan) -> None:
 
 
 def _look_on_host(plan: ToolPlan, settings: Settings) -> None:
-    """Raises ``InvalidCall``, or ``ProfileMismatch`` where no limit can be set."""
-    if settings.sandbox.limits_strict and not CAN_LIMIT:
-        raise ProfileMismatch(
-            "this system has no resource limits; set sandbox.limits_strict = false, or use containers"
-        )
+    """Raises ``InvalidCall``."""
     place_on_host(plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +40,6 @@ class UserPolicy:
             source, _, *options = spec.split(":")
             if "ro" not in (options[0].split(",") if options else []):
                 return _owner(source)
-        if sys.platform == "win32":
-            return _image_user(image)
         if os.geteuid() != 0:
             return f"{os.geteuid()}:{os.getegid()}"
         used = set(taken)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -129,8 +128,6 @@ async def real_engine(
 ) -> AsyncIterator[Room]:
     """The engine, or a skip without one (a failure where ``EMBERPOOL_CI`` says that there must be one)."""
     missing = pytest.fail if os.environ.get("EMBERPOOL_CI") else pytest.skip
-    if sys.platform == "win32":
-        pytest.skip("the inside of a sandbox is Linux, and the tests look at it from beside")
     # Something of this process's own that no client may inherit.
     monkeypatch.setenv("EMBERPOOL_TEST_FOREIGN", f"foreign-{secrets.token_hex(6)}")
     try:

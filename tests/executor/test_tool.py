@@ -27,7 +27,6 @@ MAX = 10_000_000
 PYTHON = os.environ.get("EMBERPOOL_TEST_PYTHON", sys.executable)
 """What carries calls out here: an image may hold another Python than the host, 3.8 or newer."""
 ENV = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": "/"}
-POSIX = pytest.mark.skipif(sys.platform == "win32", reason="the inside of a container is POSIX")
 
 # --- what a tool may be -------------------------------------------------------------------------------------------------
 
@@ -236,7 +235,6 @@ RETURNED: list[tuple[str, object, str]] = [
 ]  # fmt: skip
 
 
-@POSIX
 @pytest.mark.parametrize("index", range(len(RETURNED)))
 def test_what_the_function_returns_is_the_result(do: Do, index: int) -> None:
     source, arguments, output = RETURNED[index]
@@ -259,7 +257,6 @@ NOT_JSON = {
 }
 
 
-@POSIX
 @pytest.mark.parametrize("value", NOT_JSON)
 def test_what_is_not_json_is_an_error_that_names_its_type(do: Do, value: str) -> None:
     if value == "10 ** 5000" and not hasattr(sys, "get_int_max_str_digits"):
@@ -269,13 +266,11 @@ def test_what_is_not_json_is_an_error_that_names_its_type(do: Do, value: str) ->
     assert (done.ok, done.output, done.result.stdout) == (False, "", b"")
 
 
-@POSIX
 def test_result_that_is_nested_too_deeply_is_an_error(do: Do) -> None:
     done = do("def tool():\n    nest = []\n    for _ in range(100_000): nest = [nest]\n    return nest")
     assert done.error.startswith("the tool returned a list, which is not JSON: maximum recursion depth")
 
 
-@POSIX
 def test_whatever_is_printed_goes_to_stderr_in_order_and_never_into_the_result(do: Do) -> None:
     done = do("""
         import os, subprocess, sys
@@ -297,7 +292,6 @@ def test_whatever_is_printed_goes_to_stderr_in_order_and_never_into_the_result(d
     )
 
 
-@POSIX
 @pytest.mark.parametrize(
     "closing",
     [
@@ -313,13 +307,11 @@ def test_result_arrives_although_the_tool_closed_its_streams(do: Do, closing: st
     assert (done.output, done.ok) == ("result", True)
 
 
-@POSIX
 def test_large_result_is_written_to_its_end(do: Do) -> None:
     done = do("def tool(n): return 'x' * n", {"n": 3_000_000})
     assert done.output == "x" * 3_000_000
 
 
-@POSIX
 def test_result_is_whole_although_signals_interrupt_its_writing(do: Do) -> None:
     done = do("""
         import atexit, signal
@@ -349,7 +341,6 @@ FAILED: list[tuple[str, object, list[str]]] = [
 ]  # fmt: skip
 
 
-@POSIX
 @pytest.mark.parametrize("index", range(len(FAILED)))
 def test_call_that_did_not_fit_or_ended_itself_is_told_in_one_line(do: Do, index: int) -> None:
     source, arguments, lines = FAILED[index]
@@ -383,7 +374,6 @@ TRACEBACKS: list[tuple[str, list[str]]] = [
 ]  # fmt: skip
 
 
-@POSIX
 @pytest.mark.parametrize("index", range(len(TRACEBACKS)))
 def test_traceback_is_the_tools_own_and_shows_nothing_of_what_called_it(do: Do, tmp_path: Path, index: int) -> None:
     source, lines = TRACEBACKS[index]
@@ -399,7 +389,6 @@ def test_traceback_is_the_tools_own_and_shows_nothing_of_what_called_it(do: Do, 
     assert re.findall(r"<seldom>|<string>|<emberpool>|frozen|asyncio|/proc/|codec|in run\b|in start", shown) == []
 
 
-@POSIX
 def test_what_was_printed_before_is_not_part_of_the_error(do: Do) -> None:
     done = do("def tool():\n    print('working')\n    1 / 0")
     assert done.error.startswith("Traceback (most recent call last):\n")
@@ -415,7 +404,6 @@ def write(place: Path, files: dict[str, str]) -> None:
         (place / name).write_text(dedent(text))
 
 
-@POSIX
 def test_siblings_and_packages_beside_the_tool_can_be_imported(do: Do, tmp_path: Path) -> None:
     write(tmp_path, {
         "sub/sibling.py": "NAME = 'sibling'", "sibling.py": "NAME = 'wrong'", "at_root.py": "NAME = 'root'",
@@ -427,7 +415,6 @@ def test_siblings_and_packages_beside_the_tool_can_be_imported(do: Do, tmp_path:
     assert (done.error, done.output) == ("", '["sibling", "package", "root"]')
 
 
-@POSIX
 @pytest.mark.parametrize("place", ["", "plugin", "plugin/inner", "lib/plugin"])
 def test_tool_in_a_package_can_import_relatively(do: Do, tmp_path: Path, place: str) -> None:
     where = tmp_path
@@ -442,7 +429,6 @@ def test_tool_in_a_package_can_import_relatively(do: Do, tmp_path: Path, place: 
     assert (done.error, json.loads(done.output)) == ("", [place.rpartition("/")[2], "tool"])
 
 
-@POSIX
 @pytest.mark.parametrize("name", ["os", "codecs"])
 def test_package_named_like_a_module_that_is_loaded_already_takes_its_place_from_nobody(
     do: Do, tmp_path: Path, name: str
@@ -455,7 +441,6 @@ def test_package_named_like_a_module_that_is_loaded_already_takes_its_place_from
     assert (done.error, done.output) == ("", '["helper", false]')
 
 
-@POSIX
 def test_package_is_known_by_its_directorys_name_wherever_it_is_shown(tmp_path: Path) -> None:
     write(tmp_path, {
         "wx/__init__.py": "", "wx/helper.py": "NAME = 'absolute'",
@@ -470,21 +455,18 @@ def test_package_is_known_by_its_directorys_name_wherever_it_is_shown(tmp_path: 
     assert (done.error, done.output) == ("", '["absolute", "wx.tool", "wx.tool"]')
 
 
-@POSIX
 def test_tool_that_its_own_package_imports_is_loaded_once(do: Do, tmp_path: Path) -> None:
     write(tmp_path, {"pack/__init__.py": "from .tool import tool"})
     done = do("import sys\nsys.stderr.write('loaded ')\ndef tool(): return 'once'", name="pack/tool.py")
     assert (done.output, done.result.stderr) == ("once", b"loaded ")
 
 
-@POSIX
 def test_function_may_stand_in_a_packages_own_file(do: Do, tmp_path: Path) -> None:
     write(tmp_path, {"pack/helper.py": "NAME = 'helper'"})
     done = do("from .helper import NAME\ndef tool(): return [NAME, __name__]", name="pack/__init__.py")
     assert (done.error, done.output) == ("", '["helper", "pack"]')
 
 
-@POSIX
 @pytest.mark.parametrize(
     "name", ["json.py", "re.py", "types.py", "enum.py", "asyncio.py", "importlib.py", "inspect.py", "traceback.py"]
 )
@@ -495,7 +477,6 @@ def test_tool_named_like_a_module_of_the_library_is_called_all_the_same(do: Do, 
     assert "ZeroDivisionError" in do("def tool(): 1 / 0", name=name).error
 
 
-@POSIX
 @pytest.mark.parametrize("name", ["os.py", "sys.py", "time.py", "codecs.py", "__main__.py", "_json.py"])
 def test_tool_named_like_a_module_that_is_loaded_already_takes_its_place_from_nobody(do: Do, name: str) -> None:
     done = do(
@@ -509,14 +490,12 @@ def test_tool_named_like_a_module_that_is_loaded_already_takes_its_place_from_no
     assert (done.error, done.output) == ("", '["/", true, false]')
 
 
-@POSIX
 def test_sibling_named_like_a_module_of_the_library_is_found_first_as_for_a_script(do: Do, tmp_path: Path) -> None:
     write(tmp_path, {"json.py": "NAME = 'sibling'", "re.py": "NAME = 'sibling'"})
     done = do("import json, re\ndef tool(): return {'names': [json.NAME, re.NAME]}")
     assert (done.error, done.output) == ("", '{"names": ["sibling", "sibling"]}')
 
 
-@POSIX
 @pytest.mark.parametrize("name", ["my-tool.py", "my.tool.py", "tool", "t ö\n'\"\\.py", "{x}.py"])
 def test_file_may_have_any_name(do: Do, name: str) -> None:
     done = do(
@@ -531,7 +510,6 @@ def test_file_may_have_any_name(do: Do, name: str) -> None:
     assert (done.error, done.output) == ("", "[1]")
 
 
-@POSIX
 def test_path_of_bytes_that_are_no_text_is_found(tmp_path: Path) -> None:
     file = tmp_path / os.fsdecode(b"d\xff") / os.fsdecode(b"f\xfe.py")
     file.parent.mkdir()
@@ -539,7 +517,6 @@ def test_path_of_bytes_that_are_no_text_is_found(tmp_path: Path) -> None:
     assert run(Tool(name="tool", file=file, directory=tmp_path)).output == "found"
 
 
-@POSIX
 def test_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     done = run(Tool(name="tool", file=tmp_path / "absent.py"))
     assert done.error == f"FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/absent.py'"
@@ -563,7 +540,6 @@ PROCESSES = """
 """
 
 
-@POSIX
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("name", ["tool.py", "time.py", "pack/tool.py"])
 def test_tool_may_use_threads_and_processes(tmp_path: Path, method: str, name: str) -> None:
@@ -574,13 +550,11 @@ def test_tool_may_use_threads_and_processes(tmp_path: Path, method: str, name: s
     assert done.result.stderr == b"once\n"
 
 
-@POSIX
 def test_forked_child_that_comes_back_gives_no_second_answer(do: Do) -> None:
     done = do("import os\ndef tool():\n    if pid := os.fork():\n        os.waitpid(pid, 0)\n    return 'once'")
     assert (done.error, done.output) == ("", "once")
 
 
-@POSIX
 def test_exit_handlers_and_threads_run_after_the_result_and_cannot_add_to_it(do: Do) -> None:
     done = do("""
         import atexit, threading
@@ -597,7 +571,6 @@ def test_exit_handlers_and_threads_run_after_the_result_and_cannot_add_to_it(do:
     assert (done.output, sorted(done.result.stderr.splitlines())) == ("result", [b"at exit", b"late"])
 
 
-@POSIX
 def test_no_module_but_the_tools_own_is_loaded_for_it(tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text("import sys\ndef tool(): return sorted(sys.modules)")
     bare = subprocess.run(
@@ -607,7 +580,6 @@ def test_no_module_but_the_tools_own_is_loaded_for_it(tmp_path: Path) -> None:
     assert set(loaded) - set(bare.stdout.decode().split()) == {"_json", "tool"}
 
 
-@POSIX
 def test_arguments_that_are_no_object_never_reach_the_tool(tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text("raise SystemExit('was loaded')")
     tool = Tool(name="tool", file=tmp_path / "tool.py")
@@ -618,7 +590,6 @@ def test_arguments_that_are_no_object_never_reach_the_tool(tmp_path: Path) -> No
         assert b"the arguments on stdin are not one JSON object" in done.stderr
 
 
-@POSIX
 def test_interpreter_without_the_c_half_of_json_serves_tools_too(tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text("def tool(a): return {'a': a} if a else {1}")
     code = tool_code(Tool(name="tool", file=tmp_path / "tool.py"), str(tmp_path))

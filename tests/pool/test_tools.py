@@ -38,7 +38,6 @@ pytestmark = pytest.mark.anyio
 
 HOST = "host-agent"
 VALUE = "value-of-a-variable"
-linux = pytest.mark.skipif(os.name != "posix", reason="Windows has no resource limits")
 
 
 @pytest.fixture
@@ -140,7 +139,6 @@ async def test_a_tool_of_a_container_runs_in_its_sessions_sandbox(
     assert on_host == []
 
 
-@linux
 async def test_a_tool_under_limits_needs_no_engine(settings: Settings, toolbox: Toolbox) -> None:
     toolbox.write("tool/tool.py", "from words import WORD\ndef tool(n): return [WORD, n]\n", words="WORD = 'host'\n")
     async with SandboxPool(settings, find=no_engine) as pool:
@@ -185,7 +183,6 @@ async def test_a_tool_gets_the_named_variables_as_they_are_at_the_call_and_no_ot
         toolbox.plan(settings, "tool", inline=ask, env=["FOREIGN"])
 
 
-@linux
 async def test_a_tool_on_the_host_gets_the_named_variables_and_what_a_program_needs(
     settings: Settings, toolbox: Toolbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,6 @@ from executor.errors import EngineFailed, EngineUnavailable
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.skipif(sys.platform == "win32", reason="the commands here are a POSIX shell's"),
 ]
 
 ENV = client_environment()

@@ -20,14 +20,13 @@ from structlog.testing import capture_logs
 from executor import inside
 from executor.common import proc
 from executor.errors import EngineFailed, InvalidCall, ProfileMismatch
-from executor.host import call as host
 from executor.host import process
 from executor.host.call import HostLimits, host_call
 from executor.result import CallResult
 from executor.sandbox.request import Call
 from executor.tool import Tool, encode_arguments, tool_code, tool_result
 
-pytestmark = [pytest.mark.anyio, pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limits")]
+pytestmark = pytest.mark.anyio
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows who came of whom")
 
 LENIENT = HostLimits(strict=False)
@@ -604,61 +603,6 @@ async def test_end_that_somebody_else_was_told_is_an_error_and_no_result(monkeyp
         await run("print(1)")
     assert caught.value.started
     assert len(taken) == 1
-
-
-# --- a system that knows no limits --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as a POSIX system can be one: no limits, no sessions, no groups."""
-    monkeypatch.setattr(host, "CAN_LIMIT", False)
-
-
-@pytest.mark.usefixtures("windows")
-async def test_system_without_limits_refuses_strict_ones() -> None:
-    with pytest.raises(ProfileMismatch, match=r"this system has none; set sandbox\.limits_strict = false") as caught:
-        await run("print(1)")
-    assert not caught.value.started
-
-
-@pytest.mark.usefixtures("windows")
-async def test_system_without_limits_runs_lenient_calls_and_says_that_none_apply() -> None:
-    with capture_logs() as logs:
-        done = await run(
-            "import sys\nprint(sys.stdin.read() * 2)\nsys.exit(3)", stdin=b"in", limits=LENIENT, max_output=3
-        )
-    assert (done.exit_code, done.stdout, done.stdout_total, done.generation) == (3, b"ini", 5, "host")
-    assert [line["event"] for line in logs] == ["host.no_limits"]
-
-
-@pytest.mark.usefixtures("windows")
-async def test_system_without_limits_holds_calls_to_their_deadline_and_cancels_them(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    code = f"import os, time\nwith open({str(file)!r}, 'w') as f: f.write(f'{{os.getpid()}}\\n')\ntime.sleep(600)"
-    done = await run(code, timeout=1.5, limits=LENIENT)
-    (pid,) = await written(file)
-    assert (done.timed_out, done.exit_code, alive(pid)) == (True, None, False)
-    file.unlink()
-    (pid,) = await cancelled(lambda: run(code, limits=LENIENT), file, 1)
-    assert not alive(pid)
-
-
-@pytest.mark.usefixtures("windows")
-async def test_system_without_limits_does_not_wait_for_what_holds_the_streams() -> None:
-    done = await host_call(Call(argv=("sh", "-c", "sleep 600 & echo $!"), timeout=50.0), limits=LENIENT, env={})
-    assert (done.exit_code, done.timed_out) == (0, False)
-    os.kill(int(done.stdout), signal.SIGKILL)  # nothing else ends it here
-
-
-def test_module_can_be_imported_where_there_is_no_posix() -> None:
-    code = (
-        "import sys, anyio, structlog, subprocess, signal, select\n"
-        "sys.platform = 'win32'\n"
-        "sys.modules['resource'] = sys.modules['fcntl'] = sys.modules['pwd'] = None\n"
-        "import executor.host\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=INSIDE.parent.parent)
 
 
 async def test_a_call_without_a_place_to_work_in_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,6 @@ from pool.config.load import Settings
 from pool.supervisor.requests import checked_call
 from tests.support.wire import request
 
-posix = pytest.mark.skipif(sys.platform == "win32", reason="the inside of a container is POSIX")
-
 BAD: dict[str, tuple[str, Callable[[], object]]] = {
     "neither": ("argv .* or code", Call),
     "both": ("not both", lambda: Call(argv=("ls",), code="1")),
@@ -168,8 +166,7 @@ def test_image_without_python_takes_its_environment_from_a_private_file_that_goe
         assert file.read_text("utf-8") == "".join(
             f"{k}={v}\n" for k, v in {**CALL_ENV, "A": "b c=#d ", "B": ""}.items()
         )
-        if sys.platform != "win32":
-            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert not file.exists()
     with carried(call, python=True) as (stdin, path):
         assert (stdin, path) == ((call.payload(), b"in"), "")
@@ -202,7 +199,6 @@ def inside(call: Call, *, stdin: bytes | None = None, **more: Any) -> subprocess
     return done
 
 
-@posix
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 3000, b"\n\0\r\n"])
 def test_stdin_after_the_request_is_the_calls_own_to_the_byte(data: bytes) -> None:
     code = "import sys\nsys.stdout.buffer.write(sys.stdin.buffer.read())"
@@ -210,7 +206,6 @@ def test_stdin_after_the_request_is_the_calls_own_to_the_byte(data: bytes) -> No
     assert inside(Call(argv=("cat",), stdin=data)).stdout == data
 
 
-@posix
 def test_stdin_arrives_in_pieces_of_any_size() -> None:
     call = Call(code="import sys\nprint(len(sys.stdin.read()), 'é')", stdin=b"y" * 100_000)
     data = call.payload() + call.stdin
@@ -225,7 +220,6 @@ def test_stdin_arrives_in_pieces_of_any_size() -> None:
     assert child.returncode == 0
 
 
-@posix
 def test_environment_is_exactly_the_requests_own() -> None:
     env = {"MINE": "a\nb é", "a-b": "c"}
     code = "import json, os\nprint(json.dumps([dict(os.environ), os.getcwd()]))"
@@ -236,7 +230,6 @@ def test_environment_is_exactly_the_requests_own() -> None:
     assert {**json.loads(shown.stdout)[0], "LC_CTYPE": ""} == {**expected, "LC_CTYPE": ""}
 
 
-@posix
 @pytest.mark.parametrize(
     ("code", "status", "stderr"),
     [
@@ -258,7 +251,6 @@ def test_exit_status_is_what_the_code_asked_for(code: str, status: int, stderr: 
     assert (done.returncode, done.stderr.decode()) == (status, stderr)
 
 
-@posix
 @pytest.mark.parametrize(
     ("code", "last", "shown"),
     [
@@ -295,7 +287,6 @@ def test_call_within_other_seconds_is_otherwise_the_same_and_leaves_the_first_al
     assert call.timeout == 9.0
 
 
-@posix
 def test_code_runs_as_main_without_our_names() -> None:
     code = """
 import sys
@@ -307,7 +298,6 @@ print(sorted(name for name in globals() if not name.startswith('__')))
     assert shown == "__main__ True ['FILE']\n['sys']\n"
 
 
-@posix
 def test_program_finds_signals_at_their_defaults_and_no_foreign_descriptor() -> None:
     # As an engine starts it, and not as a test run under nohup would.
     call, hang_up = Call(argv=("cat", "/proc/self/status")), (signal.SIGHUP, signal.SIG_DFL)
@@ -321,13 +311,11 @@ def test_program_finds_signals_at_their_defaults_and_no_foreign_descriptor() -> 
     assert listed == [b"0", b"1", b"2", b"3"]  # 3 is the listing itself
 
 
-@posix
 def test_program_that_writes_to_a_closed_pipe_ends_by_sigpipe() -> None:
     done = inside(Call(argv=("sh", "-c", "kill -PIPE $$; echo ignored")))
     assert (done.returncode, done.stdout) == (-13, b"")
 
 
-@posix
 def test_missing_program_is_127_and_unrunnable_one_126(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("#!/bin/sh\n")
@@ -343,14 +331,12 @@ def test_missing_program_is_127_and_unrunnable_one_126(tmp_path: Path) -> None:
         assert (done.returncode, done.stderr.decode()) == (status, f"{program}: {words}\n")
 
 
-@posix
 def test_program_keeps_its_name_its_arguments_and_its_exit_status() -> None:
     assert shutil.which("sh")
     done = inside(Call(argv=("sh", "-c", 'printf "%s|" "$0" "$@"; exit 42', "name", "", "é", "-x", "a b\n")))
     assert (done.returncode, done.stdout.decode()) == (42, "name||é|-x|a b\n|")
 
 
-@posix
 @pytest.mark.parametrize("kept", [0, 3, 4, 100, -1])
 def test_request_that_is_cut_off_runs_nothing(kept: int) -> None:
     call = Call(code="print('ran')")
@@ -361,7 +347,6 @@ def test_request_that_is_cut_off_runs_nothing(kept: int) -> None:
     assert (done.returncode, done.stdout.removeprefix(PROVED)) == (125, b"")
 
 
-@posix
 def test_call_whose_boundary_is_not_in_force_runs_nothing() -> None:
     call = Call(code="print('ran')")
     done = subprocess.run(

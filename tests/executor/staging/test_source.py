@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from executor.errors import InvalidCall, StagingFailed
-from executor.staging import source as staging_source
 from executor.staging.versions import resolve_tool_dir
 from tests.support.stagings import Site, fails, once, reads, tree
 
@@ -24,14 +23,6 @@ from tests.support.stagings import Site, fails, once, reads, tree
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(tmp_path).fast(monkeypatch)
-
-
-@pytest.fixture(params=["anchored", "by path"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of opening: through open directories, and where the system cannot (and has no O_NOFOLLOW either)."""
-    if request.param == "by path":
-        monkeypatch.setattr(staging_source, "ANCHORED", False)
-        monkeypatch.setattr(staging_source, "_READ_FILE", os.O_RDONLY)
 
 
 # --- where a tool may be ------------------------------------------------------------------------------------------------
@@ -75,7 +66,6 @@ def test_a_tool_elsewhere_is_refused_with_its_path_and_the_setting(site: Site) -
 # --- what is copied -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("either_way")
 def test_a_copy_is_equal_and_has_plain_modes_whatever_the_source_and_the_umask_say(site: Site) -> None:
     site.write("tool.py", "secret").chmod(0o600)
     site.write("bin/run", b"#!\0\xff").chmod(0o6755)
@@ -176,7 +166,6 @@ def test_what_is_no_file_is_refused_by_name_without_being_opened(site: Site, kin
 # --- links --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(
     "target",
     ["tool.py", "./tool.py", "lib/../tool.py", "lib", "lib/", "lib/.", ".", "hop/one.py", "hop/../tool.py", "hop"],
@@ -192,7 +181,6 @@ def test_a_link_that_stays_inside_is_copied_as_it_is(site: Site, target: str) ->
     assert (version / "lib" / "up").exists()
 
 
-@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(
     ("target", "why"),
     [
@@ -346,7 +334,6 @@ def secret(site: Site) -> Path:
     return place
 
 
-@pytest.mark.usefixtures("either_way")
 def test_a_file_that_becomes_a_link_between_check_and_open_is_not_followed(
     site: Site, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +23,6 @@ from pool.doctor.launch_check import Launch
 from tests.support.terminals import begins_with_margin, on_terminal, rows
 
 FAKE = "emberpool: timed out after 1.0 s"
-posix = pytest.mark.skipif(os.name != "posix", reason="there is no pty")
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -105,13 +103,11 @@ def writing(out: bytes, err: bytes, how: str = "") -> list[str]:
     return [sys.executable, "-c", WRITES, repr(out), repr(err), how]
 
 
-@posix
 def test_both_streams_on_one_terminal_are_told_from_the_commands_own_line() -> None:
     shown, _ = on_terminal(writing(b"\x1b[2J" + FAKE.encode(), b"\rerror: no"))
     assert shown == f"out| \\x1b[2J{FAKE}\r\nerr| \\rerror: no\r\n".encode() + OWN
 
 
-@posix
 def test_what_leads_to_a_pipe_stays_as_it_came_and_the_own_line_begins_a_line() -> None:
     shown, piped = on_terminal(writing(b"\x1b[2J", b"\x1b]0;x\x07"), streams="out")
     assert (shown, piped) == (b"out| \\x1b[2J\r\n", b"\x1b]0;x\x07\n" + OWN.replace(b"\r", b""))
@@ -119,13 +115,11 @@ def test_what_leads_to_a_pipe_stays_as_it_came_and_the_own_line_begins_a_line() 
     assert (shown, piped) == (b"err| \\x1b]0;x\\x07\r\n" + OWN, b"\x1b[2J")
 
 
-@posix
 def test_raw_bytes_reach_a_terminal_that_asked_for_them() -> None:
     shown, _ = on_terminal(writing(b"\x1b[1mbold\x1b[0m", b"", "raw"))
     assert shown == b"\x1b[1mbold\x1b[0m\r\n" + OWN
 
 
-@posix
 @pytest.mark.parametrize("columns", [0, 30])
 def test_rows_are_as_long_as_the_terminal_is_wide(columns: int) -> None:
     shown, _ = on_terminal(writing(b"x" * 100, b""), columns=columns)
@@ -134,7 +128,6 @@ def test_rows_are_as_long_as_the_terminal_is_wide(columns: int) -> None:
     assert shown.count(b"\r\nout+ x") == len(shown.splitlines()) - 2
 
 
-@posix
 def test_letters_that_a_terminal_cannot_show_are_no_control_characters_there() -> None:
     # As UTF-8, this letter's second byte would begin a command on a terminal that reads Latin-1.
     shown, _ = on_terminal(writing("\u06db31m é".encode(), b""), env={"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"})
@@ -166,14 +159,12 @@ def tool(tmp_path: Path, state_dir: Path) -> list[str]:
     return [sys.executable, "-m", "pool.cli", *words]
 
 
-@posix
 def test_a_tools_output_is_told_from_what_is_said_of_its_end(tool: list[str]) -> None:
     shown, _ = on_terminal([*tool, "hangs"])
     assert shown.startswith(b"the tool timed out after 1")
     assert shown.count(b"\r\n") == 1
 
 
-@posix
 @pytest.mark.parametrize("args", ["{}", '{"end": 1}'])
 def test_a_tool_cannot_imitate_the_command_that_called_it(tool: list[str], args: str) -> None:
     shown, _ = on_terminal([*tool, "lies", "--args", args], columns=65)

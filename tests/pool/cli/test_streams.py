@@ -20,8 +20,6 @@ COMMANDS = {
 }
 LOST = "error: stdout cannot be written: {}; what was to be said there is lost\n"
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="a shell and /dev/full")
-
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:

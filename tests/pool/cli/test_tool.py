@@ -26,8 +26,6 @@ from pool.config.load import Settings
 from pool.doctor.checks import Check
 from tests.support import ROOT
 
-posix = pytest.mark.skipif(os.name != "posix", reason="Windows has no resource limits, and other signals")
-
 MANIFEST = """
 [agents.host.tools.add]
 description = "Adds [two] numbers."
@@ -107,7 +105,6 @@ def one_line(result: Result) -> str:
 # --- run --------------------------------------------------------------------------------------------------------------
 
 
-@posix
 @pytest.mark.parametrize("from_stdin", [False, True])
 def test_a_tool_is_called_and_what_it_returns_is_printed(desk: Desk, from_stdin: bool) -> None:
     words = ["--args", "-"] if from_stdin else ["--args", '{"a": 2}']
@@ -115,19 +112,16 @@ def test_a_tool_is_called_and_what_it_returns_is_printed(desk: Desk, from_stdin:
     assert (done.exit_code, done.stdout, done.stderr) == (0, '{"sum": 3}\n', "adding\n")
 
 
-@posix
 def test_output_is_printed_as_it_is_and_ends_with_a_line(desk: Desk) -> None:
     done = desk.invoke("tool", "run", desk.manifest, "words", "--args", '{"é": "ß"}')
     assert (done.exit_code, done.stdout) == (0, '{"É": "SS"}\n')
 
 
-@posix
 def test_a_tool_that_fails_ends_with_1_and_its_error_on_stderr_alone(desk: Desk) -> None:
     done = desk.invoke("tool", "run", desk.manifest, "fails")
     assert (done.exit_code, one_line(done)) == (1, "no such row")
 
 
-@posix
 def test_json_holds_the_whole_outcome(desk: Desk) -> None:
     done = desk.invoke("tool", "run", desk.manifest, "add", "--agent", "host", "--args", '{"a": 2}', "--json")
     told = json.loads(done.stdout)
@@ -159,7 +153,6 @@ REFUSED: dict[str, tuple[list[str], str]] = {
 }
 
 
-@posix
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_refusal_is_one_line_on_stderr_and_status_1(desk: Desk, case: str) -> None:
     words, said = REFUSED[case]
@@ -188,7 +181,6 @@ def test_a_refusal_as_json_says_whether_to_try_again(desk: Desk, monkeypatch: py
     assert one_line(done) == "error: EngineUnavailable: no container engine answers; run: emberpool engine up"
 
 
-@posix
 def test_too_many_arguments_on_stdin_are_refused(desk: Desk) -> None:
     done = desk.invoke("tool", "run", desk.manifest, "words", "--args", "-", stdin='{"a": "' + "x" * 33_000_000 + '"}')
     assert done.exit_code == 1
@@ -257,7 +249,6 @@ def doctor(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     return checks
 
 
-@posix
 def test_the_launch_check_says_where_each_tool_runs_and_ends_with_1_where_one_cannot(
     desk: Desk, doctor: list[Check]
 ) -> None:
@@ -277,7 +268,6 @@ def test_the_launch_check_says_where_each_tool_runs_and_ends_with_1_where_one_ca
     assert "refused  boxed  hang   image: it is not there -> build it" in done.stdout.splitlines()
 
 
-@posix
 def test_the_launch_check_as_json(desk: Desk, doctor: list[Check]) -> None:
     done = desk.invoke("launch-check", desk.manifest, "--strict", "--json")
     told = json.loads(done.stdout)
@@ -309,14 +299,12 @@ def said(process: subprocess.Popen[str], word: str) -> None:
     raise AssertionError(f"it ended without {word!r}")
 
 
-@posix
 def test_the_command_calls_a_tool_with_arguments_on_stdin(desk: Desk) -> None:
     process = desk.start("tool", "run", desk.manifest, "add", "--agent", "host", "--args", "-")
     assert ended(process, '{"a": 40, "b": 2}') == (0, '{"sum": 42}\n', "adding\n")
     assert list(desk.place.iterdir()) == []
 
 
-@posix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_tool_on_the_host_leaves_nothing(desk: Desk, number: int) -> None:
     fifo = desk.root / "up"

@@ -13,14 +13,13 @@ import pytest
 from executor.engine.protocol import Engine, EngineInfo
 from executor.errors import EngineUnavailable
 from pool.config.load import Settings
-from pool.doctor import launch_check
 from pool.doctor.checks import Check, tools_check
 from pool.doctor.doctor import examine
 from pool.doctor.launch_check import Launch, check_launch, failed
 from pool.manifest.load import Manifest, load_manifest
 from tests.support import ROOT
 from tests.support.scripted import ScriptedEngine
-from tests.support.tools import AGENT, Toolbox, changed
+from tests.support.tools import AGENT, Toolbox
 
 pytestmark = pytest.mark.anyio
 
@@ -190,17 +189,6 @@ async def test_a_tool_that_asks_for_more_than_the_configuration_allows_is_refuse
     assert told["host"].change.startswith("leave it out here, or set agents.agent.python_tools")
     assert "TOKEN is not in the configuration's agents.agent.env" in told["variable"].why
     assert told["long"].change == "lower it, or raise call.timeout"
-
-
-async def test_limits_that_this_system_does_not_have_refuse_a_tool_of_the_host(
-    settings: Settings, toolbox: Toolbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch_check, "CAN_LIMIT", False)
-    manifest = toolbox.manifest(agent=HOST, tools={"t": {"inline": "1"}})
-    told = (await checked(manifest, settings))["t"]
-    assert (told.runs, told.change) == ("refused", "set sandbox.limits_strict = false, or use containers")
-    lenient = changed(settings, sandbox={"limits_strict": False})
-    assert (await checked(manifest, lenient))["t"].runs == "limits"
 
 
 async def test_tools_of_one_directory_are_copied_once(

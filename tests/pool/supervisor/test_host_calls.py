@@ -147,8 +147,6 @@ def test_a_task_of_asyncio_that_is_cancelled_as_it_is_granted_gives_its_place_ba
 
 # --- in a pool, on this host ------------------------------------------------------------------------------------------
 
-linux = pytest.mark.skipif(os.name != "posix", reason="Windows has no resource limits")
-
 
 @pytest.fixture
 async def engine() -> AsyncIterator[ScriptedEngine]:
@@ -166,7 +164,6 @@ def on_host(state_dir: Path, **host: int) -> Settings:
     return changed(settings_of(state_dir, drain_timeout=0.1), **keys)
 
 
-@linux
 async def test_a_tool_on_the_host_is_refused_by_a_pool_that_does_not_run(
     engine: ScriptedEngine, state_dir: Path, toolbox: Toolbox
 ) -> None:
@@ -181,7 +178,6 @@ async def test_a_tool_on_the_host_is_refused_by_a_pool_that_does_not_run(
         await pool.run_tool(plan, {}, session="s")
 
 
-@linux
 async def test_a_closing_pool_ends_its_tools_on_the_host(
     engine: ScriptedEngine, state_dir: Path, toolbox: Toolbox, tmp_path: Path
 ) -> None:
@@ -206,7 +202,6 @@ async def test_a_closing_pool_ends_its_tools_on_the_host(
         os.kill(int(file.read_text()), 0)
 
 
-@linux
 async def test_a_tool_on_the_host_is_tried_again_for_a_place(
     engine: ScriptedEngine, state_dir: Path, toolbox: Toolbox
 ) -> None:
