@@ -16,13 +16,12 @@ def require_host_files(profile: ContainerProfile) -> None:
     An engine would make a missing mount source, as root, and run the container with an empty directory; what is wrong with a
     seccomp profile it says in words that look like a failure of its own, which could pass.
     """
-    for spec in profile.mounts:
-        source = spec.partition(":")[0]
+    for mount in profile.mounts:
         try:
-            Path(source).stat()
+            Path(mount.source).stat()
         except OSError as error:
             raise ProfileMismatch(
-                f"the mount source {printable(source, name=True)} cannot be used: {error.strerror}; make it, then try again"
+                f"the mount source {printable(mount.source, name=True)} cannot be used: {error.strerror}; make it, then try again"
             ) from error
     if profile.seccomp not in ("strict", "engine"):
         try:

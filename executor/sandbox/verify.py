@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from executor.engine.protocol import ImageInfo
 from executor.errors import ProfileMismatch
+from executor.sandbox.mount import normalized
 from executor.sandbox.profile import PROXY_VARIABLES, WRITABLE_BESIDES_TMP, ContainerProfile
 from executor.sandbox.seccomp import WITNESS_ERRNO, strict_profile
 
@@ -177,15 +178,9 @@ def _seccomp_point(profile: ContainerProfile, filters: Sequence[str]) -> Finding
 def mount_facts(profile: ContainerProfile, staging: str) -> Iterator[tuple[str, str, bool]]:
     """(source, target, writable) of every mount that the profile asks for."""
     if staging:
-        yield _clean(staging), "/tool", False
-    for spec in profile.mounts:
-        source, target, *options = spec.split(":")
-        yield _clean(source), _clean(target), "ro" not in (options[0].split(",") if options else [])
-
-
-def _clean(path: str) -> str:
-    """A path as engines record it: without doubled or trailing slashes."""
-    return "/" + "/".join(part for part in path.split("/") if part)
+        yield normalized(staging), "/tool", False
+    for mount in profile.mounts:
+        yield normalized(mount.source), normalized(mount.target), not mount.read_only
 
 
 def _own_env(item: str) -> bool:

@@ -30,6 +30,7 @@ from executor.result import CallResult
 from executor.sandbox.arming import ArmingLimit
 from executor.sandbox.cold import ColdSpec, cold_call, has_python
 from executor.sandbox.host_files import require_host_files
+from executor.sandbox.mount import Mount
 from executor.sandbox.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, ContainerKind, Identity
 from executor.sandbox.request import Call
 from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox, take_over
@@ -342,7 +343,7 @@ class ContainerManager:
         policy = self._user_policy
         profile = link.profile
         if setting is not None:
-            mounts = (f"{setting.workspace}:{WORKSPACE}",)
+            mounts = (Mount(setting.workspace, WORKSPACE),)
             profile = replace(
                 profile, mounts=(*profile.mounts, *mounts), network=setting.network or "none", workdir=WORKSPACE
             )
