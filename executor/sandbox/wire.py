@@ -64,11 +64,6 @@ class Decoder:
             del self._buffer[: _HEADER.size + size]
             yield Frame(kind, seq, payload)
 
-    @property
-    def partial(self) -> int:
-        """Bytes of a frame that is not whole yet."""
-        return len(self._buffer)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:

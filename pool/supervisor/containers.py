@@ -33,7 +33,8 @@ from executor.sandbox.host_files import require_host_files
 from executor.sandbox.mount import Mount
 from executor.sandbox.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, ContainerKind, Identity
 from executor.sandbox.request import Call
-from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox, take_over
+from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec
+from executor.sandbox.start import start_sandbox, take_over
 from executor.sandbox.verify import require_no_volumes
 from executor.staging.threads import StagingThreads
 from executor.staging.versions import Fingerprints, StageLimits
@@ -280,7 +281,7 @@ class ContainerManager:
         """Remove sandbox ``n``, and all that belongs to it once the container is confirmed absent. Raises the engine's error."""
         name, box = self.name(n), self.sandboxes.pop(n, None)
         if box is not None:
-            box.let_go()
+            box.close_runners()
         with _host_errors(f"removing {name}"):
             await self._remove(name)
         self._hub.forget(name)

@@ -13,7 +13,7 @@ from executor.errors import EngineFailed, SandboxDied
 from executor.result import CallResult
 from executor.sandbox import wire
 from executor.sandbox.kill import KILL_PATIENCE
-from executor.sandbox.runners import ANSWER_PATIENCE
+from executor.sandbox.runner_call import ANSWER_PATIENCE
 from executor.sandbox.wire import encode
 from pool.pool import SandboxPool
 from tests.support.pools import LATENCY, outcome, running, settings_of, until, virtual_backend, wall_clock_follows

@@ -25,15 +25,11 @@ from executor.errors import (
 from executor.result import CallResult
 from executor.sandbox import wire
 from executor.sandbox.request import Call
-from executor.sandbox.runner_client import SEND_TIMEOUT, WINDOW, ArmedRunner, RunnerConfig, RunnerState
-from executor.sandbox.runners import (
-    ANSWER_PATIENCE,
-    ARM_TIMEOUT,
-    CLEAN_PATIENCE,
-    CLEAN_TIMEOUT,
-    EVENT_PATIENCE,
-    START_TIMEOUT,
-)
+from executor.sandbox.runner_call import ANSWER_PATIENCE
+from executor.sandbox.runner_client import SEND_TIMEOUT, ArmedRunner, RunnerConfig, RunnerState
+from executor.sandbox.runner_supervision import ARM_TIMEOUT, CLEAN_PATIENCE, CLEAN_TIMEOUT, START_TIMEOUT
+from executor.sandbox.runners import EVENT_PATIENCE
+from executor.sandbox.running_call import WINDOW
 from executor.sandbox.sandbox import Sandbox
 from executor.sandbox.wire import encode
 from tests.support.pools import LATENCY, outcome, until, virtual_backend
@@ -169,7 +165,7 @@ async def test_output_beyond_the_cap_is_dropped_and_counted(place: Site, cap: in
 
 async def test_letting_go_ends_the_runner_and_leaves_the_container_to_its_owner(place: Site) -> None:
     box = await place.start()
-    box.let_go()
+    box.close_runners()
     await until(lambda: not place.engine.the_box().execs, limit=5)
     assert place.engine.asked["kill"] == 0
     _died(await _call(box, "echo x"), "unknown", started=False)
@@ -783,7 +779,7 @@ async def test_what_is_written_while_something_else_is_waits_for_it() -> None:
     runner, channel = ArmedRunner(ScriptedEngine(), [], RunnerConfig(keeper="1", files=()), lambda: None), SlowChannel()
     runner.state, runner._channel = RunnerState.ARMED, channel  # type: ignore[assignment]
     call = runner.begin(b"r" * 10_000, b"", timeout=1, grace=1, max_output=1)
-    runner.ask_at_once(call)
+    runner.feed_at_once(call)
     assert channel.taken == []
     sent: list[bool] = []
 
@@ -791,11 +787,11 @@ async def test_what_is_written_while_something_else_is_waits_for_it() -> None:
         sent.append(await runner.cancel(call))
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(runner.ask, call)
+        tasks.start_soon(runner.feed, call)
         await anyio.wait_all_tasks_blocked()
         tasks.start_soon(cancel)
         await anyio.wait_all_tasks_blocked()
-        runner.ask_at_once(call)
+        runner.feed_at_once(call)
         assert channel.taken == []
         channel.let.set()
     assert sent == [True]

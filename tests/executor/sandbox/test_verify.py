@@ -17,7 +17,8 @@ from executor.errors import ProfileMismatch
 from executor.sandbox.mount import Mount
 from executor.sandbox.profile import ContainerProfile, Limits
 from executor.sandbox.seccomp import STRICT_PROFILE, WITNESS_ERRNO, strict_profile
-from executor.sandbox.verify import INSIDE_FILES, Finding, check_inside, check_inspect, mount_facts, probe_argv, require
+from executor.sandbox.verify import Finding, check_inspect, mount_facts, require
+from executor.sandbox.verify_inside import INSIDE_FILES, check_inside, probe_argv
 from tests.support import DATA
 
 META = json.loads((DATA / "docker_meta.json").read_text())
@@ -230,7 +231,7 @@ def test_cpus_are_accepted_as_a_quota_too() -> None:
 
 def test_asked_mounts_are_compared_without_doubled_and_trailing_slashes() -> None:
     profile = replace(PROFILE, mounts=(Mount("/srv//data/", "/data/", ("ro",)), Mount("/srv/work", "/work")))
-    assert sorted(mount_facts(profile, "")) == [("/srv/data", "/data", False), ("/srv/work", "/work", True)]
+    assert sorted(mount_facts(profile)) == [("/srv/data", "/data", False), ("/srv/work", "/work", True)]
     facts = copy.deepcopy(RECORD)
     facts["Mounts"] += [bind("/srv/data", "/data", rw=False), bind("/srv/work", "/work", rw=True)]
     assert bad(inspected(facts, profile)) == {}
