@@ -23,6 +23,7 @@ from executor.sandbox.outcome import (
     LIMIT_SIGNAL_CODE,
     NOT_FOUND,
     TERM_CODE,
+    client_lost,
     exec_result,
     never_began,
     unproven,
@@ -137,8 +138,13 @@ def _outcome(end: Attached, watch: Watch, spec: ColdSpec, *, connected: bool) ->
     if watch.killed and watch.exit_code in (KILL_CODE, TERM_CODE):
         raise SandboxDied("the container was killed under the cold call", cause="killed")
     if watch.exit_code is not None and watch.started:
+        if client_lost(end, watch.exit_code):
+            raise SandboxDied(
+                "the engine's client was lost while the cold call ran; what the code did is unknown",
+                cause="unknown" if connected else "engine",
+            )
         if not oom and (error := unproven(end)):
-            # Nothing but the image's own programs has run in there.
+            # Only the image's own programs have run in this container, so another try would end the same way.
             raise error if isinstance(error, ProfileMismatch) else ImageUnfit(str(error))
         limits, cpus = spec.profile.limits, max(1.0, spec.profile.cpus or 1.0)
         cpu = limits.cpu_seconds is not None and end.duration * cpus >= limits.cpu_seconds

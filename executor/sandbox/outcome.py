@@ -31,6 +31,12 @@ def never_began(end: Attached) -> CallResult:
     )
 
 
+def client_lost(end: Attached, exit_code: int) -> bool:
+    """Whether a client ended before what it ran, which ended with ``exit_code``: its output, and the proof that the call
+    began, may be lost with it."""
+    return end.ended_by == "client" and end.code != exit_code
+
+
 def unproven(end: Attached) -> EmberpoolError | None:
     """Why a call that ended by itself never began: what carries it out did not first say that the boundary is in force."""
     if end.proof == PROVED:

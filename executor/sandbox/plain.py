@@ -23,6 +23,7 @@ from executor.sandbox.outcome import (
     KILL_CODE,
     LIMIT_SIGNAL_CODE,
     NOT_FOUND,
+    client_lost,
     exec_result,
     never_began,
     unproven,
@@ -88,6 +89,8 @@ class PlainExec:
             return never_began(end)
         if watch.exit_code is None:
             raise await self._no_exit(end, watch)
+        if client_lost(end, watch.exit_code):
+            raise await self._lost()
         if self.watch.ooms == ooms and (error := unproven(end)):
             raise error if await self.kill("runner") else not_confirmed()
         # The call's own process has ended; what still holds its streams was left running and must not live on.
@@ -117,6 +120,10 @@ class PlainExec:
             began = end.proof == PROVED
             return SandboxDied("the sandbox was lost under the call, or before it", cause="unknown", started=began)
         # What the client printed proves nothing here: the call's own code may have printed it.
+        return await self._lost()
+
+    async def _lost(self) -> SandboxDied:
+        """End the sandbox of a call whose client was lost, and return the call's error."""
         await self.kill("engine")
         message = "the engine was lost while the call ran; what the code did is unknown"
         return SandboxDied(message, cause="unknown" if self.hub.connected else "engine", started=True)

@@ -119,6 +119,26 @@ async def test_a_cold_call_without_the_proof_of_its_boundary_never_began(
     assert (done.stdout, done.stdout_total) == (b"x\n", 2)
 
 
+@pytest.mark.parametrize("proof", [PROVED, b""])
+async def test_a_cold_call_whose_client_is_lost_has_no_result_and_may_have_run(
+    pool: SandboxPool, engine: ScriptedEngine, proof: bytes
+) -> None:
+    """What it printed afterwards is lost, and without a client nothing proves that it never began."""
+    engine.proof = proof
+    answers: list[object] = []
+
+    async def call() -> None:
+        answers.append(await outcome(lambda: pool.call_cold(code="sleep 0.3; echo x; exit 0")))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call)
+        await until(lambda: any(box.busy for box in engine.boxes.values()), limit=5)
+        engine.kill_clients()
+    (error,) = answers
+    assert isinstance(error, SandboxDied)
+    assert (error.cause, error.started) == ("unknown", True)
+
+
 async def test_a_cold_call_of_which_no_event_tells_may_have_run_and_is_not_refused(
     pool: SandboxPool, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
