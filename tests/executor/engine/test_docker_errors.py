@@ -54,7 +54,9 @@ def test_recorded_message_becomes_its_typed_error(engine: str, case: str) -> Non
 def test_missing_container_runtime_names_the_setting_and_where_to_look(engine: str) -> None:
     code, stderr = ERRORS[engine]["bad_runtime"]
     message = str(classify(stderr.encode(), code, "starting a container"))
-    assert message.startswith("starting a container: the engine does not have the container runtime that sandbox.runtime")
+    assert message.startswith(
+        "starting a container: the engine does not have the container runtime that sandbox.runtime"
+    )
     assert "`docker info`" in message
     assert "nope" in message
     code, stderr = ERRORS[engine]["unknown_flag"]
