@@ -175,7 +175,7 @@ class ContainerProfile:
         return [*self._flags(calls), *additions, *self._tail(image, ("sleep", str(max(1, round(lifetime)))))]
 
     def tmp_owner(self, calls: str) -> tuple[str, str] | None:
-        """uid and gid that ``/tmp`` is given to, where the calls' user is told by numbers and the engine can do it."""
+        """The uid and gid that own ``/tmp``, where the calls' user is numeric and the engine can set an owner."""
         uid, _, gid = calls.partition(":")
         return (uid, gid) if self.tmp_owned and uid.isdecimal() and gid.isdecimal() else None
 
@@ -203,7 +203,7 @@ class ContainerProfile:
         if limits.file_size_mb is not None:
             args += ["--ulimit", f"fsize={limits.file_size_mb * 1024 * 1024}"]
         if limits.cpu_seconds is not None and self.cpu_limit:
-            # Soft below hard, so that SIGXCPU can be told from any SIGKILL.
+            # Soft below hard, so that the limit sends SIGXCPU first, which no other kill does.
             args += ["--ulimit", f"cpu={limits.cpu_seconds}:{limits.cpu_seconds + 1}"]
         if limits.memory_mb is not None:
             args += ["--memory-swap", f"{limits.memory_mb}m"]
@@ -235,8 +235,11 @@ class ContainerProfile:
 
 
 def exec_args(name: str, argv: Sequence[str], *, user: str, env_file: str = "", lang: str = "") -> list[str]:
-    """The argv of an exec in the container ``name``; ``lang`` is the locale it starts in. The working directory is never set here: ``exec -w`` is a known
-    way out of a container (CVE-2024-21626), so what runs inside sets its own."""
+    """The argv of an exec in the container ``name``; ``lang`` is the locale it starts in.
+
+    The working directory is never set here: ``exec -w`` is a known escape (CVE-2024-21626), so the program inside sets its
+    own.
+    """
     if not _NAME.match(name):
         raise ValueError(f"container name {name[:40]!r} must match {_NAME.pattern}")
     check_user(user)

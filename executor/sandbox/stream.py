@@ -63,7 +63,7 @@ class Sink:
     """Where a streamed call's output waits for its consumer.
 
     Bytes of a stream keep their order. Across the two, the one whose bytes have waited longest is taken first; an exact
-    order would cost memory for every byte, and the pipes inside have none to tell.
+    order would cost memory for every byte, and the pipes inside keep none.
     """
 
     def __init__(self, max_output: int) -> None:

@@ -90,7 +90,7 @@ def check_files(
 ) -> list[Finding]:
     """Compare the contents of ``INSIDE_FILES``, as a runner's hello gives them, with the profile.
 
-    ``witness`` is the error number that ``getpriority(WITNESS_WHICH, 0)`` gave inside, ``None`` where nobody could ask.
+    ``witness`` is the error number that ``getpriority(WITNESS_WHICH, 0)`` gave inside, ``None`` where it could not be read.
     ``seccomp`` is false for a runtime that has a kernel of its own and no seccomp to show.
     """
     try:

@@ -85,11 +85,11 @@ async def test_image_without_sleep_is_refused_by_that_name(real_engine: Room, tm
 @pytest.mark.parametrize(
     ("files", "match"),
     [
-        ({PLACE: WRAPPER.format("echo welcome\nexec ", "")}, "prints something of its own.*'welcome'"),
-        ({"usr/lib/python3.11/sitecustomize.py": "print('hello')"}, "prints something of its own.*'hello'"),
+        ({PLACE: WRAPPER.format("echo welcome\nexec ", "")}, "prints text of its own.*'welcome'"),
+        ({"usr/lib/python3.11/sitecustomize.py": "print('hello')"}, "prints text of its own.*'hello'"),
         ({PLACE: "#!/bin/sh\necho no license >&2\nexit 3\n"}, "exit status 3: no license"),
         ({"usr/lib/python3.11/ctypes/__init__.py": "raise ImportError('no libffi')"}, "exit status 1.*no libffi"),
-        ({PLACE: WRAPPER.format("echo ", "")}, "cannot carry calls out, exit status 0"),
+        ({PLACE: WRAPPER.format("echo ", "")}, "cannot run calls .exit status 0"),
     ],
     ids=["banner", "sitecustomize", "fails", "no ctypes", "no interpreter"],
 )

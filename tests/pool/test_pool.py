@@ -437,8 +437,8 @@ async def test_an_engines_event_holds_nothing_of_a_call(pool: SandboxPool, engin
     session = await pool.acquire("agent", "session")
     await session.call(code="echo SECRET-CODE", env={"A": "SECRET-VALUE"}, stdin=b"SECRET-STDIN")
     await pool.call_cold(["echo", "SECRET-ARG"], env={"A": "SECRET-VALUE"}, stdin=b"SECRET-STDIN")
-    assert engine.told
-    assert "SECRET" not in repr(engine.told)
+    assert engine.sent
+    assert "SECRET" not in repr(engine.sent)
     assert "SECRET" not in repr(engine.started)
 
 

@@ -122,11 +122,11 @@ async def test_engine_that_is_away_is_not_waited_for(engine: ScriptedEngine, sta
         call = await call_of(kind, pool, engine)
         began, answers = anyio.current_time(), list[object]()
 
-        async def told() -> None:
+        async def run() -> None:
             answers.append(await outcome(call))
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(told)
+            tasks.start_soon(run)
             await anyio.sleep(1)
             engine.up_now = False  # it answers nobody any more, and its clients have not noticed
             engine.cut_events()
@@ -159,7 +159,7 @@ async def test_plain_call_whose_client_is_lost_has_no_result_and_costs_its_sandb
         assert running_on(engine) == 0
 
 
-async def test_call_whose_runner_broke_the_protocol_is_told_of_the_engine_where_that_does_not_kill(
+async def test_call_whose_runner_broke_the_protocol_names_the_engine_where_that_does_not_kill(
     engine: ScriptedEngine, state_dir: Path
 ) -> None:
     async with running(engine, settings_of(state_dir)) as pool:

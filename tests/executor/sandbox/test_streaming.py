@@ -69,7 +69,7 @@ async def test_every_byte_of_a_flood_arrives_in_order() -> None:
     assert (result.stdout_total, result.truncated) == (len(FLOOD), False)
 
 
-async def test_output_past_the_cap_is_counted_and_told_as_truncated() -> None:
+async def test_output_past_the_cap_is_counted_and_marked_truncated() -> None:
     async def talk(tool: Exec) -> None:
         await tool.write(wire.OUT, b"x" * 10)
         tool.done(stdout_total=25)

@@ -327,7 +327,7 @@ def test_seccomp_is_left_out_only_where_a_runtime_cannot_show_it() -> None:
     assert bad(found) == {}
 
 
-def test_user_of_the_image_is_checked_as_far_as_its_name_tells() -> None:
+def test_user_of_the_image_is_checked_as_far_as_its_name_allows() -> None:
     uid = META["user"].partition(":")[0]
     assert bad(looked(INSIDE, user=uid)) == {}
     assert bad(looked(INSIDE, user="1")) == {"uids inside": "weaker"}
