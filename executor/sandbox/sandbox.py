@@ -16,10 +16,7 @@ from executor.common.log import get_logger
 from executor.common.threads import in_thread
 from executor.engine.events import EventHub, Watch
 from executor.engine.protocol import Engine, ImageInfo
-from executor.errors import (
-    InvalidCall,
-    StagingFailed,
-)
+from executor.errors import InvalidCall, StagingFailed
 from executor.result import CallResult
 from executor.sandbox.arming import ArmingLimit
 from executor.sandbox.kill import kill_container
