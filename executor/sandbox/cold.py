@@ -90,7 +90,7 @@ def judge_python(done: CallResult) -> bool:
         return True
     how = "out of memory (sandbox.memory_mb)" if done.oom_killed else f"exit status {done.exit_code}"
     text = printable(done.stderr)[-400:] or printable(done.stdout)[-400:]
-    raise ImageUnfit(f"the image's python3 cannot run calls ({how}): {text}")
+    raise ImageUnfit(f"the image's python3 cannot run calls, {how}: {text}")
 
 
 async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -> CallResult:
