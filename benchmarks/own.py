@@ -17,7 +17,8 @@ from executor.engine.cgroups import remove_parent
 from executor.engine.events import EventHub
 from executor.errors import EmberpoolError
 from executor.sandbox.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
-from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
+from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec
+from executor.sandbox.start import start_sandbox
 from pool.ledger.ledger import Entry, StateDirectory
 from pool.supervisor.containers import connection
 from pool.supervisor.users import UserPolicy
@@ -63,7 +64,7 @@ async def own_sandbox(bench: Bench, *, runners: bool) -> AsyncIterator[Sandbox]:
                 try:
                     yield box
                 finally:
-                    box.let_go()
+                    box.close_runners()
             finally:
                 await _remove(bench, state, name)
         finally:

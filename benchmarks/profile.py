@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.bench import BenchmarkError, check_result, new_pool
 from executor.engine import channel
 from executor.errors import EmberpoolError
-from executor.sandbox import runner_client, runners, wire
+from executor.sandbox import runner_call, runner_client, wire
 from pool import logs
 from pool.config.load import load_settings
 
@@ -85,7 +85,7 @@ class Stamps:
         wire._LIMITS[wire.CLEAN] = 4096
         self._wrap(channel.PipeChannel, "send_at_once", after="sent")
         self._wrap(wire.Decoder, "feed", before="read")
-        self._wrap(runners, "result_of", before="woke")
+        self._wrap(runner_call, "result_of", before="woke")
         take = runner_client.ArmedRunner._take
 
         def taking(runner: runner_client.ArmedRunner, frame: wire.Frame) -> None:

@@ -16,7 +16,7 @@ import anyio
 
 from executor.errors import InvalidCall, StagingFailed
 from executor.result import CallResult
-from executor.sandbox.profile import check_mount
+from executor.sandbox.mount import Mount
 from executor.sandbox.request import Call, check_code
 from executor.staging.threads import StagingThreads
 from pool.config.load import Settings
@@ -161,7 +161,7 @@ class Privileged:
                     f"{shlex.quote(str(path))} && chmod go-w {shlex.quote(str(path))}"
                 )
         try:
-            check_mount(f"{place}:{WORKSPACE}")
+            Mount(str(place), WORKSPACE)
         except ValueError:
             raise InvalidCall(
                 f"{str(place)!r:.300} holds a colon or a control character, which no mount can; choose another "

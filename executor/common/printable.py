@@ -37,6 +37,11 @@ def printable(said: object, *, limit: int | None = None, lines: bool = False, na
     return text if limit is None or len(text) <= limit else text[: max(0, limit - 3)] + "..."
 
 
+def has_control(text: str) -> bool:
+    """Whether ``text`` holds an ASCII control character, such as a line break or NUL."""
+    return any(ord(char) < 32 or ord(char) == 127 for char in text)
+
+
 def _escaped(text: str) -> str:
     if text.isprintable():
         return text

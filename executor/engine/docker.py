@@ -38,6 +38,7 @@ log = get_logger("emberpool.engine")
 _MAX_EVENT_LINE = 4_000_000
 _REMOVE_ATTEMPTS = 40
 
+_NO_RUNTIME = ("unknown or invalid runtime name", "unknown runtime specified", "default oci runtime", "invalid runtime")
 # Matched in this order against lower-cased stderr. The texts are docker's (20.10 to 28) and podman's (4, 5).
 _SIGNS: tuple[tuple[type[EmberpoolError], tuple[str, ...]], ...] = (
     (
@@ -59,7 +60,7 @@ _SIGNS: tuple[tuple[type[EmberpoolError], tuple[str, ...]], ...] = (
     (ImageMissing, ("no such image", "unable to find image", "image not known", "not found: does not exist or no pull access")),
     (ContainerGone, ("no such container", "no container with name or id", "is not running", "can only kill running containers", "can only create exec sessions on running")),
     (ImageUnfit, ("executable file not found in $path", "exec format error", "unable to start container process: exec:", "starting container process caused: exec:", "unsatisfiable platform")),
-    (ProfileMismatch, ("unknown or invalid runtime name", "unknown flag", "unknown runtime specified", "default oci runtime", "invalid runtime", "does not support")),
+    (ProfileMismatch, (*_NO_RUNTIME, "unknown flag", "does not support")),
 )  # fmt: skip
 
 
@@ -86,6 +87,11 @@ def classify(stderr: bytes, code: int, doing: str) -> EmberpoolError:
         if any(sign in lowered for sign in signs):
             if kind is EngineUnavailable:
                 return EngineUnavailable(f"the engine cannot be reached while {doing}: {short}", retry_after=1.0)
+            if kind is ProfileMismatch and any(sign in lowered for sign in _NO_RUNTIME):
+                return ProfileMismatch(
+                    f"{doing}: the engine does not have the container runtime that sandbox.runtime names; `docker info` (or "
+                    f"`podman info`) lists those that it has. The engine's message: {short}"
+                )
             remedy = "; run: emberpool image build" if kind is ImageMissing else ""
             return kind(f"{doing}: {short}{remedy}")
     return EngineFailed(f"the engine failed while {doing}: {short}", retry_after=1.0)

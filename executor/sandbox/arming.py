@@ -1,4 +1,4 @@
-"""How many execs are armed at once, and how long one is waited for.
+"""Bound how many execs are armed at once, and how long a caller waits for one.
 
 An exec costs its engine some 100 ms of processor time. Beyond what the machine can do at once, more of them make each one
 slower and none of them sooner.
@@ -12,7 +12,7 @@ import anyio
 
 AT_ONCE = max(8, 2 * (os.cpu_count() or 1))
 SLOT_TIME = 5.0
-"""Seconds after which an exec that is not armed yet keeps no other one waiting any more, whatever holds it up."""
+"""Seconds after which an exec that is not armed yet no longer keeps others waiting."""
 
 
 class Slot:
@@ -30,7 +30,7 @@ class Slot:
             self._limit.free.release()
 
     def end(self) -> None:
-        """The exec is armed, or has ended."""
+        """Note that the exec is armed, or has ended."""
         self.release()
         if self._counted:
             self._counted = False
@@ -49,10 +49,10 @@ class ArmingLimit:
         self.free = anyio.Semaphore(at_once, fast_acquire=True)
 
     async def slot(self) -> Slot:
-        """Wait for a slot; whoever gets one ends it."""
+        """Wait for a slot. The caller must ``end`` it."""
         await self.free.acquire()
         return Slot(self)
 
     def patience(self, usual: float) -> float:
-        """How many seconds to wait for what takes at most ``usual`` where no more than ``at_once`` are under way."""
+        """Return the seconds to wait for a step that takes at most ``usual`` while no more than ``at_once`` are under way."""
         return usual * max(1.0, self.under_way / self.at_once)

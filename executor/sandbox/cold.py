@@ -1,4 +1,4 @@
-"""One disposable container for one call: started, fed, watched, and gone before the call has an outcome."""
+"""Run one call in a disposable container, which is confirmed absent before the call has an outcome."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from executor.sandbox.outcome import (
     LIMIT_SIGNAL_CODE,
     NOT_FOUND,
     TERM_CODE,
+    client_lost,
     exec_result,
-    never_began,
-    unproven,
+    missing_proof,
+    not_started,
 )
 from executor.sandbox.profile import ContainerProfile, Identity
-from executor.sandbox.request import Call, carried, check_code, new_token
+from executor.sandbox.request import Call, call_input, check_code, new_token
 from executor.sandbox.verify import require_no_volumes
 
 log = get_logger("emberpool.cold")
@@ -37,7 +38,7 @@ REMOVE_TIMEOUT = 10.0
 PROBE_TIMEOUT = 30.0
 GONE_PATIENCE = 2.0
 RUN_FAILED = 125
-"""The status with which an engine's `run` says that it made no container, or could not start it."""
+"""Exit status of an engine's `run` that made no container, or could not start it."""
 
 
 PYTHON_NEEDS = ("ctypes", "fcntl", "json", "resource", "select", "signal")
@@ -45,7 +46,7 @@ PYTHON_NEEDS = ("ctypes", "fcntl", "json", "resource", "select", "signal")
 OLDEST_PYTHON = (3, 8)
 PYTHON_MARK = "emberpool: python "
 PYTHON_PROBE = f"import sys, {', '.join(PYTHON_NEEDS)}\nprint('{PYTHON_MARK}%d %d' % sys.version_info[:2])"
-"""What an image's python3 is tried with; older versions than 3.8 can read it too."""
+"""The program that tries an image's python3; older versions than 3.8 can read it too."""
 _PYTHON_ANSWER = re.compile(b"(.*)" + PYTHON_MARK.encode() + rb"(\d{1,4}) (\d{1,4})\n(.*)", re.DOTALL)
 
 
@@ -62,7 +63,7 @@ class ColdSpec:
 async def has_python(engine: Engine, hub: EventHub, spec: ColdSpec) -> bool:
     """Whether the image has a ``python3``, found out in a disposable container.
 
-    Raises ``ImageUnfit`` where it has one that no call can be given to, and what ``cold_call`` raises.
+    Raises ``ImageUnfit`` where it has one that cannot run calls, and what ``cold_call`` raises.
     """
     probe = replace(spec, python=False)
     call = Call(argv=("python3", "-I", "-B", "-c", PYTHON_PROBE), timeout=PROBE_TIMEOUT, max_output=65_536)
@@ -70,7 +71,7 @@ async def has_python(engine: Engine, hub: EventHub, spec: ColdSpec) -> bool:
 
 
 def judge_python(done: CallResult) -> bool:
-    """What the end of a container that ran ``PYTHON_PROBE`` says of an image, as ``has_python`` returns or raises it."""
+    """Judge an image by the end of a container that ran ``PYTHON_PROBE``: what ``has_python`` returns or raises."""
     if done.timed_out:
         raise EngineUnavailable(f"the image's python3 did not answer within {PROBE_TIMEOUT:g} s")
     if done.exit_code == NOT_FOUND:
@@ -83,13 +84,13 @@ def judge_python(done: CallResult) -> bool:
         if said:
             text = printable(said)[:200]
             raise ImageUnfit(
-                f"the image's python3 prints something of its own, which would be taken for a call's output: {text!r}; remove "
-                "that from its wrapper or its site-packages"
+                f"the image's python3 prints text of its own, which would be taken for a call's output: {text!r}; remove it "
+                "from python3's wrapper or its site-packages"
             )
         return True
     how = "out of memory (sandbox.memory_mb)" if done.oom_killed else f"exit status {done.exit_code}"
     text = printable(done.stderr)[-400:] or printable(done.stdout)[-400:]
-    raise ImageUnfit(f"the image's python3 cannot carry calls out, {how}: {text}")
+    raise ImageUnfit(f"the image's python3 cannot run calls, {how}: {text}")
 
 
 async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -> CallResult:
@@ -106,26 +107,26 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
     ours, tried = True, False
     try:
         image_env, witness = (*spec.image.env, *spec.profile.env), spec.profile.witness
-        with carried(call, python=spec.python, image_env=image_env, witness=witness) as (stdin, env_file):
+        with call_input(call, python=spec.python, image_env=image_env, witness=witness) as (stdin, env_file):
             args = spec.profile.run_args(spec.image.id, *argv, identity=spec.identity, env_file=env_file)
             end = await run_attached(
                 engine, args, stdin=stdin, timeout=call.timeout, max_output=call.max_output,
                 over=anyio.Event(), died=watch.died, proof=spec.python,
             )  # fmt: skip
-        # Where the name is another container's, nothing was made, and a removal by name would end that other one.
-        ours = watch.created or end.code != RUN_FAILED or not isinstance(_refused(end), NameTaken)
+        # Where the name belongs to another container, none was made, and a removal by name would end that other one.
+        ours = watch.created or end.code != RUN_FAILED or not isinstance(_start_error(end), NameTaken)
         if ours:
             tried = True
-            if not await _gone(engine, hub, watch, patient=end.ended_by != "deadline") and end.ended_by == "deadline":
+            if not await _remove(engine, hub, watch, patient=end.ended_by != "deadline") and end.ended_by == "deadline":
                 raise not_confirmed()
         if not spec.python and not watch.started and hub.connected:
             with anyio.move_on_after(GONE_PATIENCE):  # the event may only be late
                 await watch.told_of_start.wait()
         return _outcome(end, watch, spec, connected=hub.connected)
     finally:
-        # An engine that would not remove it a moment ago is not asked twice: the caller waits for that.
+        # Where the engine did not remove it a moment ago, do not ask again: the caller would wait for that.
         if ours and not tried:
-            await _gone(engine, hub, watch, patient=False)
+            await _remove(engine, hub, watch, patient=False)
         hub.forget(spec.identity.name)
 
 
@@ -133,56 +134,63 @@ def _outcome(end: Attached, watch: Watch, spec: ColdSpec, *, connected: bool) ->
     oom = bool(watch.ooms)
     if end.ended_by == "deadline":
         return exec_result(end, timed_out=True, oom=oom)
-    # An engine that is shut down, or a hand, sends SIGTERM first: that is no end of the code's own either.
+    # An engine that is shut down, or an operator, sends SIGTERM first: the code did not end by itself then either.
     if watch.killed and watch.exit_code in (KILL_CODE, TERM_CODE):
         raise SandboxDied("the container was killed under the cold call", cause="killed")
     if watch.exit_code is not None and watch.started:
-        if not oom and (error := unproven(end)):
-            # Nothing but the image's own programs has run in there.
+        if client_lost(end, watch.exit_code):
+            raise SandboxDied(
+                "the engine's client was lost while the cold call ran; what the code did is unknown",
+                cause="unknown" if connected else "engine",
+            )
+        if not oom and (error := missing_proof(end)):
+            # Only the image's own programs have run in this container, so another try would end the same way.
             raise error if isinstance(error, ProfileMismatch) else ImageUnfit(str(error))
         limits, cpus = spec.profile.limits, max(1.0, spec.profile.cpus or 1.0)
         cpu = limits.cpu_seconds is not None and end.duration * cpus >= limits.cpu_seconds
         return exec_result(end, exit_code=watch.exit_code, oom=oom, cpu=cpu and watch.exit_code == LIMIT_SIGNAL_CODE)
     if _never_started(end, watch, spec, connected=connected):
         if not spec.python and end.code in (CANNOT_RUN, NOT_FOUND):
-            return never_began(end)
-        error = unproven(end) if end.proof == REFUSED else None
-        raise error or _refused(end)
+            return not_started(end)
+        error = missing_proof(end) if end.proof == REFUSED else None
+        raise error or _start_error(end)
     raise SandboxDied("the engine was lost while the cold call ran; what the code did is unknown", cause="engine")
 
 
 def _never_started(end: Attached, watch: Watch, spec: ColdSpec, *, connected: bool) -> bool:
     """Whether nothing of the call can have run, so that it may be tried again.
 
-    That no event tells of a start proves nothing. In an image with Python the call's own code comes after the proof on its
-    stdout, so without one an engine's own exit status is its word. In another image a program may exit with these itself;
-    there the engine's events have to be read, and tell of none.
+    A missing start event proves nothing by itself. In an image with Python the call's own code comes after the proof on its
+    stdout, so without that proof these exit statuses are the engine's own. In another image a program may exit with them
+    itself; there the engine's events must be connected, and hold no start.
     """
     if end.code not in (RUN_FAILED, CANNOT_RUN, NOT_FOUND):
         return False
     return end.proof != PROVED if spec.python else connected and not watch.started
 
 
-def _refused(end: Attached) -> EmberpoolError:
+def _start_error(end: Attached) -> EmberpoolError:
     return classify(bytes(end.stderr.kept), end.code or 0, "starting a disposable container")
 
 
-async def _gone(engine: Engine, hub: EventHub, watch: Watch, *, patient: bool) -> bool:
-    """Confirm that the container is absent: the engine removes it by itself when it ends; otherwise it is killed, which
-    waits for nothing else, and removed. Whether nothing of it runs any more."""
+async def _remove(engine: Engine, hub: EventHub, watch: Watch, *, patient: bool) -> bool:
+    """Make sure that the container is absent, and return whether nothing of it runs any more.
+
+    The engine removes it by itself when it ends. Otherwise it is killed, which waits for no other question, and removed.
+    """
     with anyio.CancelScope(shield=True):
         if patient:
-            await _removed_by_itself(watch)
-        # One that was not seen to start may be starting now: only its absence proves anything.
+            await _wait_removed(watch)
+        # A container that was not seen to start may be starting now: only its absence proves anything.
         seen = watch.started and bool(watch.container)
         if seen and not watch.destroyed.is_set():
             if not await kill_container(engine, hub, watch, watch.container, why="cold call"):
                 return False
-            await _removed_by_itself(watch)
+            await _wait_removed(watch)
         with anyio.move_on_after(REMOVE_TIMEOUT):
             if not watch.destroyed.is_set():
                 try:
-                    # By its ID: whoever may use the engine can have renamed it, and made another one of that name.
+                    # By its ID: another user of the engine can have renamed it, and made another one of that name.
                     await engine.remove(watch.container or watch.name)
                     watch.destroyed.set()
                 except EmberpoolError as error:
@@ -190,6 +198,6 @@ async def _gone(engine: Engine, hub: EventHub, watch: Watch, *, patient: bool) -
     return seen or watch.destroyed.is_set()
 
 
-async def _removed_by_itself(watch: Watch) -> None:
+async def _wait_removed(watch: Watch) -> None:
     with anyio.move_on_after(GONE_PATIENCE):
         await watch.destroyed.wait()

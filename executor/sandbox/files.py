@@ -1,4 +1,4 @@
-"""Files of a sandbox, written, read and listed by calls: what to ask of the program inside, and what its answer means.
+"""Write, read and list a sandbox's files by calls: the request to the program inside, and the meaning of its answer.
 
 Pure. The places are those that calls themselves can write (``/tmp``, ``/dev/shm``), and for reading ``/tool`` too. A path
 is resolved inside and must end inside one of them; a relative one begins at ``/tmp``, where calls begin.
@@ -54,7 +54,7 @@ def program() -> str:
 
 
 def write_request(path: str, data: bytes, *, parents: bool, max_input: int) -> bytes:
-    """What the program's stdin must hold to write a file. Raises ``InvalidCall``; ``max_input`` is a call's."""
+    """Return what the program's stdin must hold to write a file. Raises ``InvalidCall``; ``max_input`` is a call's."""
     if not isinstance(data, bytes):
         raise InvalidCall(f"data must be bytes, not {type(data).__name__}")
     if not isinstance(parents, bool):
@@ -67,7 +67,7 @@ def write_request(path: str, data: bytes, *, parents: bool, max_input: int) -> b
 
 
 def read_request(path: str, max_bytes: int | None, *, max_output: int) -> bytes:
-    """What the program's stdin must hold to read a file of at most ``max_bytes``. Raises ``InvalidCall``."""
+    """Return what the program's stdin must hold to read a file of at most ``max_bytes``. Raises ``InvalidCall``."""
     wanted = max_output if max_bytes is None else max_bytes
     if isinstance(wanted, bool) or not isinstance(wanted, int) or not 0 <= wanted <= max_output:
         raise InvalidCall(f"max_bytes must be 0 to {max_output} whole bytes (call.max_output); it is {max_bytes!r:.40}")
@@ -75,7 +75,7 @@ def read_request(path: str, max_bytes: int | None, *, max_output: int) -> bytes:
 
 
 def list_request(path: str, *, max_output: int) -> bytes:
-    """What the program's stdin must hold to list a directory. Raises ``InvalidCall``."""
+    """Return what the program's stdin must hold to list a directory. Raises ``InvalidCall``."""
     return _head("list", path, max_bytes=max_output)
 
 
@@ -112,7 +112,7 @@ class _Refusal:
 
 
 def _refusal(stderr: bytes) -> _Refusal | None:
-    """Why the program did not do it; ``None`` where that is not in the program's form."""
+    """Return why the program did not do it; ``None`` where its answer does not have that form."""
     said = _object(stderr)
     kind, code, message = said.get("kind"), said.get("code"), said.get("message")
     if kind not in ("invalid", "failed") or not isinstance(code, str) or not _CODE.match(code):
@@ -123,7 +123,7 @@ def _refusal(stderr: bytes) -> _Refusal | None:
 
 
 def parse_listing(data: bytes, doing: str) -> list[FileInfo]:
-    """The entries that the program printed, each field checked, by name. Raises ``FileFailed``."""
+    """Return the entries that the program printed, each field checked, sorted by name. Raises ``FileFailed``."""
     try:
         rows = json.loads(data)
         if not isinstance(rows, list):
@@ -137,11 +137,11 @@ def _entry(name: object, kind: object, size: object, modified: object) -> FileIn
     known = next((one for one in _KINDS if one == kind), None)
     if not isinstance(name, str) or name in ("", ".", "..") or not _ODD.isdisjoint(name):
         raise ValueError("a name that no entry of a directory has")
-    # Raises for what is no name on a disk: lone surrogates but those that stand for a byte.
+    # Raises for a name that cannot be on a disk: lone surrogates, but for those that stand for a byte.
     if len(name.encode("utf-8", "surrogateescape")) > MAX_PATH:
         raise ValueError("a name that is longer than a path")
     if known is None:
-        raise ValueError("a kind that is none")
+        raise ValueError("a kind that no entry of a directory has")
     if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < _LIMIT:
         raise ValueError("a size that no file has")
     # Comparing refuses NaN, and comes before the conversion, which fails for integers beyond a float's range.

@@ -1,4 +1,4 @@
-"""What a container's start needs on this host: the sources of its mounts and its seccomp profile, looked at before it."""
+"""Check, before a container's start, the files that it needs on this host: mount sources and its seccomp profile."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from executor.sandbox.profile import ContainerProfile
 
 
 def require_host_files(profile: ContainerProfile) -> None:
-    """Raise ``ProfileMismatch`` naming the first that is missing or unusable.
+    """Raise ``ProfileMismatch`` naming the first file that is missing or unusable.
 
-    An engine would make a missing mount source, as root, and run the container with an empty directory; what is wrong with a
-    seccomp profile it says in words that look like a failure of its own, which could pass.
+    An engine would create a missing mount source, as root, and run the container with an empty directory. Its message about
+    a bad seccomp profile looks like a failure of its own that a retry could cure.
     """
-    for spec in profile.mounts:
-        source = spec.partition(":")[0]
+    for mount in profile.mounts:
         try:
-            Path(source).stat()
+            Path(mount.source).stat()
         except OSError as error:
             raise ProfileMismatch(
-                f"the mount source {printable(source, name=True)} cannot be used: {error.strerror}; make it, then try again"
+                f"the mount source {printable(mount.source, name=True)} cannot be used: {error.strerror}; create it, then try again"
             ) from error
     if profile.seccomp not in ("strict", "engine"):
         try:

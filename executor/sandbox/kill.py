@@ -1,4 +1,4 @@
-"""Kill a container and know that it is dead: the proof without which no call that was cut off is answered."""
+"""Kill a container and prove that it is dead: a call that was cut off has a result only with that proof."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from executor.errors import EmberpoolError, SandboxDied
 log = get_logger("emberpool.sandbox")
 
 KILL_PATIENCE = 20.0
-"""Seconds for which whoever waits for an answer waits for the proof: one question to a slow engine, and some more."""
+"""Seconds that a caller waits for the proof: one question to a slow engine, and some more."""
 RETRY = 0.5
 
 
 async def kill_container(engine: Engine, hub: EventHub, watch: Watch, container: str, *, why: str) -> bool:
-    """Kill a container that was started; whether nothing in it runs any more. Never raises, also when it is cancelled.
+    """Kill a container that was started, and return whether nothing in it runs any more. Never raises, even when it is cancelled.
 
     The proof is the engine's answer, or the event of the container's end, whichever comes first. An engine that is away
     (``hub``) is asked once.

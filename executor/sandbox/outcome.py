@@ -14,10 +14,10 @@ KILL_CODE, TERM_CODE = 128 + 9, 128 + 15
 CANNOT_RUN, NOT_FOUND = 126, 127
 
 
-def never_began(end: Attached) -> CallResult:
-    """The result of a program that the engine could not start in a sound container: what a shell would answer.
+def not_started(end: Attached) -> CallResult:
+    """Return the result of a program that the engine could not start in a sound container: what a shell would answer.
 
-    The runtime's message stands on either stream, by the engine's version; the code itself has written nothing.
+    The runtime's message is on either stream, by the engine's version; the program itself has written nothing.
     """
     said = bytes(end.stdout.kept) + bytes(end.stderr.kept)
     missing = b"not found" in said or b"no such file or directory" in said
@@ -31,8 +31,15 @@ def never_began(end: Attached) -> CallResult:
     )
 
 
-def unproven(end: Attached) -> EmberpoolError | None:
-    """Why a call that ended by itself never began: what carries it out did not first say that the boundary is in force."""
+def client_lost(end: Attached, exit_code: int) -> bool:
+    """Whether a client ended before what it ran, which ended with ``exit_code``: its output, and the proof that the call
+    began, may be lost with it."""
+    return end.ended_by == "client" and end.code != exit_code
+
+
+def missing_proof(end: Attached) -> EmberpoolError | None:
+    """Return why a call that ended by itself never began: it did not first prove that the boundary is in force. ``None``
+    where it did."""
     if end.proof == PROVED:
         return None
     if end.proof == REFUSED:
@@ -47,10 +54,10 @@ def unproven(end: Attached) -> EmberpoolError | None:
 def exec_result(
     end: Attached, *, exit_code: int | None = None, timed_out: bool = False, oom: bool = False, cpu: bool = False
 ) -> CallResult:
-    """The result of a call by plain exec or plain run.
+    """Return the result of a call by plain exec or plain run.
 
-    An engine reports 128 + n for a signal n, and cannot tell it from ``exit(128 + n)``: ``signal`` is set only where
-    something else explains the death, an out-of-memory event (``oom``) or a used-up CPU limit (``cpu``).
+    An engine reports 128 + n for a signal n, which looks like ``exit(128 + n)``: ``signal`` is set only where something else
+    explains the death, an out-of-memory event (``oom``) or a used-up CPU limit (``cpu``).
     """
     killed_by: int | None = None
     if oom and exit_code == KILL_CODE:

@@ -1,4 +1,4 @@
-"""Calls by plain exec: for images without Python, and for whoever wants no runner.
+"""Run calls by plain exec: in images without Python, and for callers that use no runner.
 
 Killing an exec's client kills nothing inside, so a call that ends by its deadline, a cancel or a lost client takes its
 container with it.
@@ -23,12 +23,13 @@ from executor.sandbox.outcome import (
     KILL_CODE,
     LIMIT_SIGNAL_CODE,
     NOT_FOUND,
+    client_lost,
     exec_result,
-    never_began,
-    unproven,
+    missing_proof,
+    not_started,
 )
 from executor.sandbox.profile import exec_args
-from executor.sandbox.request import Call, carried, new_token
+from executor.sandbox.request import Call, call_input, new_token
 
 log = get_logger("emberpool.sandbox")
 
@@ -39,8 +40,8 @@ EVENT_PATIENCE = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainExec:
-    """How a container's calls are run by plain exec. ``poison`` marks the sandbox unfit, ``kill`` ends it at once
-    and says whether that is certain."""
+    """Runs a container's calls by plain exec. ``poison`` marks the sandbox unfit, ``kill`` kills it and returns whether that is
+    certain."""
 
     engine: Engine
     hub: EventHub
@@ -62,7 +63,10 @@ class PlainExec:
             raise self._died(started=False)
         watch, ooms = self.watch.expect(argv), self.watch.ooms
         try:
-            with carried(call, python=self.python, image_env=self.image_env, witness=self.witness) as (stdin, env_file):
+            with call_input(call, python=self.python, image_env=self.image_env, witness=self.witness) as (
+                stdin,
+                env_file,
+            ):
                 args = exec_args(self.watch.name, argv, user=self.user, env_file=env_file)
                 end = await run_attached(
                     self.engine, args, stdin=stdin, timeout=call.timeout, max_output=call.max_output,
@@ -85,10 +89,12 @@ class PlainExec:
         if watch.exit_code == KILL_CODE and not await self._survived():
             raise self._died(started=True)
         if watch.exit_code is None and await self._never_began(end, watch):
-            return never_began(end)
+            return not_started(end)
         if watch.exit_code is None:
             raise await self._no_exit(end, watch)
-        if self.watch.ooms == ooms and (error := unproven(end)):
+        if client_lost(end, watch.exit_code):
+            raise await self._lost()
+        if self.watch.ooms == ooms and (error := missing_proof(end)):
             raise error if await self.kill("runner") else not_confirmed()
         # The call's own process has ended; what still holds its streams was left running and must not live on.
         if end.ended_by == "over" and not await self.kill("lingering"):
@@ -102,21 +108,25 @@ class PlainExec:
         )
 
     async def _never_began(self, end: Attached, watch: ExecWatch) -> bool:
-        """Whether the engine made the exec and then could not start its program: no event tells of that one."""
+        """Whether the engine made the exec and then could not start its program: that end has no event."""
         refused = end.ended_by == "client" and end.code in (CANNOT_RUN, NOT_FOUND) and watch.created
         return refused and not self.python and self.hub.connected and await self._survived()
 
     async def _no_exit(self, end: Attached, watch: ExecWatch) -> EmberpoolError:
-        """The error of an exec of which no event told an exit status."""
+        """Return the error of an exec for which no event with an exit status came."""
         if self.watch.died.is_set():
             self.poison(self.watch.cause)
-            # Events come in order, so an exec that none told of before the container's end was never made.
+            # Events come in order, so an exec without one before the container's end was never made.
             return self._died(started=watch.created or self.watch.engine_lost)
         if not watch.created and not await self._survived():
-            # Here they may only be late; what has no proof of its start on its stdout has not run.
+            # Here the events may only be late; a call without the proof of its start on its stdout has not run.
             began = end.proof == PROVED
             return SandboxDied("the sandbox was lost under the call, or before it", cause="unknown", started=began)
         # What the client printed proves nothing here: the call's own code may have printed it.
+        return await self._lost()
+
+    async def _lost(self) -> SandboxDied:
+        """End the sandbox of a call whose client was lost, and return the call's error."""
         await self.kill("engine")
         message = "the engine was lost while the call ran; what the code did is unknown"
         return SandboxDied(message, cause="unknown" if self.hub.connected else "engine", started=True)
@@ -124,8 +134,8 @@ class PlainExec:
     async def _survived(self) -> bool:
         """Whether the container outlived an exec that ended by SIGKILL.
 
-        A container's end kills its execs, and theirs may be the first to be told: the call must not report that as its
-        own code's death.
+        A container's end kills its execs, and their events may come first: the call must not report that as the death of
+        its own code.
         """
         with anyio.move_on_after(KILLED_PATIENCE):
             await self.watch.died.wait()

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from executor.common.printable import has_control
+from executor.sandbox.mount import Mount
 from executor.sandbox.seccomp import STRICT_PROFILE, WITNESS_ERRNO
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}\Z")
@@ -19,7 +21,6 @@ _ENV_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _LABEL_KEY = re.compile(r"[a-z0-9][a-z0-9._-]*\Z")
 _IMAGE = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.:/@-]*\Z")
 _WORD = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.:-]*\Z")
-_MOUNT_OPTIONS = frozenset({"ro", "rw", "z", "Z", "private", "rprivate"})
 
 WRITABLE_BESIDES_TMP = ("/dev/shm", "/dev/mqueue")  # noqa: S108 - names, not a use of them
 """Writable under a read-only root in every container; multiprocessing needs the first. Counted in the memory limit."""
@@ -72,7 +73,7 @@ class Identity:
         if not _NAME.match(self.name):
             raise ValueError(f"container name {self.name[:40]!r} must match {_NAME.pattern}")
         for key, value in self.labels.items():
-            if not _LABEL_KEY.match(key) or _has_control(value):
+            if not _LABEL_KEY.match(key) or has_control(value):
                 raise ValueError(f"label {key[:40]!r}: keys match {_LABEL_KEY.pattern}, values are one printable line")
 
 
@@ -80,8 +81,8 @@ class Identity:
 class ContainerProfile:
     """The shared profile: the memo's fields, order and defaults, then the additions that tighten it.
 
-    ``user`` is ``""`` for the image's own or a numeric ``uid:gid``. ``mounts`` are ``-v`` specs (absolute source,
-    absolute target, options) and nothing is mounted implicitly. ``env`` holds ``KEY=VALUE`` that the caller has already
+    ``user`` is ``""`` for the image's own or a numeric ``uid:gid``. Nothing but
+    ``mounts`` is mounted (and a sandbox's ``/tool``). ``env`` holds ``KEY=VALUE`` that the caller has already
     filtered; it shows in the engine's client argv, so it is for the profile's own variables: a call's environment travels
     by stdin. ``seccomp`` is ``"strict"`` (our own profile, see ``executor.sandbox.seccomp``), ``"engine"`` (the engine's default), or
     the absolute path of another profile. ``tmp_owned``: the engine can give ``/tmp`` to a uid.
@@ -94,7 +95,7 @@ class ContainerProfile:
     tmpfs_mb: int = 64
     user: str = ""
     workdir: str = "/tmp"  # noqa: S108 - the container's own /tmp
-    mounts: tuple[str, ...] = ()
+    mounts: tuple[Mount, ...] = ()
     env: tuple[str, ...] = tuple(f"{key}={value}" for key, value in BASE_ENV.items())
     cpus: float | None = 1.0
     cpu_limit: bool = True
@@ -114,19 +115,15 @@ class ContainerProfile:
         if self.cpus is not None and not 0 < self.cpus < 10_000:
             raise ValueError(f"cpus must be above 0, or left out for no limit; it is {self.cpus}")
         check_user(self.user)
-        if not self.workdir.startswith("/") or _has_control(self.workdir):
+        if not self.workdir.startswith("/") or has_control(self.workdir):
             raise ValueError(f"workdir {self.workdir[:40]!r} must be an absolute path")
-        for spec in self.mounts:
-            check_mount(spec)
         for item in self.env:
             key, sign, value = item.partition("=")
             if not sign or not _ENV_KEY.match(key) or "\0" in value:
                 raise ValueError(f"env entry {key[:40]!r} must be KEY=VALUE with a key that matches {_ENV_KEY.pattern}")
         if self.runtime and not _WORD.match(self.runtime):
             raise ValueError(f"runtime {self.runtime[:40]!r} must match {_WORD.pattern}")
-        if self.seccomp not in ("strict", "engine") and (
-            not self.seccomp.startswith("/") or _has_control(self.seccomp)
-        ):
+        if self.seccomp not in ("strict", "engine") and (not self.seccomp.startswith("/") or has_control(self.seccomp)):
             raise ValueError(
                 f'seccomp {self.seccomp[:40]!r} must be "strict", "engine" (its default profile) or the absolute path of a '
                 "profile; it cannot be turned off"
@@ -163,7 +160,7 @@ class ContainerProfile:
         ``staging`` is the host directory that appears read-only at ``/tool``; it must exist (``--mount`` refuses a
         missing source, where ``-v`` would create one silently).
         """
-        if not staging.startswith("/") or _has_control(staging):
+        if not staging.startswith("/") or has_control(staging):
             raise ValueError(f"staging {staging[:40]!r} must be an absolute path")
         source = staging.replace('"', '""')
         additions = [
@@ -178,7 +175,7 @@ class ContainerProfile:
         return [*self._flags(calls), *additions, *self._tail(image, ("sleep", str(max(1, round(lifetime)))))]
 
     def tmp_owner(self, calls: str) -> tuple[str, str] | None:
-        """uid and gid that ``/tmp`` is given to, where the calls' user is told by numbers and the engine can do it."""
+        """The uid and gid that own ``/tmp``, where the calls' user is numeric and the engine can set an owner."""
         uid, _, gid = calls.partition(":")
         return (uid, gid) if self.tmp_owned and uid.isdecimal() and gid.isdecimal() else None
 
@@ -192,8 +189,8 @@ class ContainerProfile:
         if owner := self.tmp_owner(calls):
             tmpfs += ",uid={},gid={}".format(*owner)
         args += ["--tmpfs", tmpfs]
-        for spec in self.mounts:
-            args += ["-v", spec]
+        for mount in self.mounts:
+            args += ["-v", str(mount)]
         args += ["--workdir", self.workdir]
         if self.user:
             args += ["--user", self.user]
@@ -206,7 +203,7 @@ class ContainerProfile:
         if limits.file_size_mb is not None:
             args += ["--ulimit", f"fsize={limits.file_size_mb * 1024 * 1024}"]
         if limits.cpu_seconds is not None and self.cpu_limit:
-            # Soft below hard, so that SIGXCPU can be told from any SIGKILL.
+            # Soft below hard, so that the limit sends SIGXCPU first, which no other kill does.
             args += ["--ulimit", f"cpu={limits.cpu_seconds}:{limits.cpu_seconds + 1}"]
         if limits.memory_mb is not None:
             args += ["--memory-swap", f"{limits.memory_mb}m"]
@@ -238,8 +235,11 @@ class ContainerProfile:
 
 
 def exec_args(name: str, argv: Sequence[str], *, user: str, env_file: str = "", lang: str = "") -> list[str]:
-    """The argv of an exec in the container ``name``; ``lang`` is the locale it starts in. The working directory is never set here: ``exec -w`` is a known
-    way out of a container (CVE-2024-21626), so what runs inside sets its own."""
+    """The argv of an exec in the container ``name``; ``lang`` is the locale it starts in.
+
+    The working directory is never set here: ``exec -w`` is a known escape (CVE-2024-21626), so the program inside sets its
+    own.
+    """
     if not _NAME.match(name):
         raise ValueError(f"container name {name[:40]!r} must match {_NAME.pattern}")
     check_user(user)
@@ -271,29 +271,6 @@ def check_argv(argv: Sequence[str]) -> None:
             raise ValueError(f"argv[{index}] holds a NUL byte, which no kernel accepts")
 
 
-def check_mount(spec: str) -> None:
-    """``ValueError`` unless ``spec`` is ``/source:/target[:option,...]`` with absolute paths outside our own places."""
-    parts = spec.split(":")
-    rule = "a mount is /host/path:/container/path or /host/path:/container/path:ro"
-    if len(parts) not in (2, 3) or _has_control(spec):
-        raise ValueError(f"mount {spec[:80]!r}: {rule}")
-    source, target = parts[0], parts[1]
-    if not source.startswith("/") or not target.startswith("/"):
-        raise ValueError(f"mount {spec[:80]!r}: both paths must be absolute; {rule}")
-    if any(part in ("..", ".") for part in (*source.split("/"), *target.split("/"))):
-        raise ValueError(f"mount {spec[:80]!r}: paths must not contain . or ..")
-    owned = ("/", "/tmp", "/tool", "/proc", "/sys", "/dev")  # noqa: S108 - the container's own places
-    place = "/" + "/".join(part for part in target.split("/") if part)
-    if place in owned or place.startswith(("/tool/", "/proc/", "/sys/", "/dev/")):
-        raise ValueError(f"mount {spec[:80]!r}: {place} belongs to the sandbox itself; choose another target")
-    if len(parts) == 3:
-        unknown = [option for option in parts[2].split(",") if option not in _MOUNT_OPTIONS]
-        if unknown:
-            raise ValueError(
-                f"mount {spec[:80]!r}: unknown option {unknown[0][:20]!r}; known: {sorted(_MOUNT_OPTIONS)}"
-            )
-
-
 def _identity_args(identity: Identity | None) -> list[str]:
     if identity is None:
         return []
@@ -306,7 +283,3 @@ def _identity_args(identity: Identity | None) -> list[str]:
 def _decimal(cpus: float) -> str:
     """CPUs to the nanosecond that engines count in, without an exponent."""
     return f"{cpus:.9f}".rstrip("0").rstrip(".")
-
-
-def _has_control(text: str) -> bool:
-    return any(ord(char) < 32 or ord(char) == 127 for char in text)

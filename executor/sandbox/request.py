@@ -1,4 +1,4 @@
-"""What is asked of a sandbox: one call, checked before anything is started, and the bytes that carry it inside.
+"""One call to a sandbox: its fields, checked before anything is started, and the bytes that carry it inside.
 
 Nothing of a call shows in ``ps`` or in an engine's events: the engine's client is given a tiny loader and a random token,
 and the program that carries the call out, its request and its stdin follow on the client's stdin.
@@ -35,7 +35,7 @@ MAX_PATH = 4_095
 MAX_ENV_LINE = 65_535
 """Bytes of a line that engine clients read in an ``--env-file``."""
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Where engines look for programs in an image that sets no PATH."""
+"""The PATH that engines use in an image that sets none."""
 
 _AT_START = frozenset({"LANG", "LANGUAGE", "TZ", "GLIBC_TUNABLES"})
 _ENV_KEY = re.compile(r"[^=\0]+\Z")
@@ -52,7 +52,7 @@ LOADER = (
     " return b\n"
     "exec(compile(r(int.from_bytes(r(4),'big')),'<emberpool>','exec'))"
 )
-"""What the client's argv holds instead of the call: read a length, read a program, run it."""
+"""The program in the client's argv, in the call's place: read a length, read a program, run it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Call:
             raise InvalidCall(f"cwd must be an absolute path of at most {MAX_PATH} bytes; it is {self.cwd!r:.60}")
 
     def within(self, seconds: float) -> Call:
-        """The same call with ``seconds`` left; what was checked once is not checked again, and a moment is not counted."""
+        """Return the same call with ``seconds`` left, not checked again; a difference below a millisecond is ignored."""
         if self.timeout - 0.001 <= seconds <= self.timeout:
             return self
         call = copy.copy(self)
@@ -111,7 +111,7 @@ class Call:
         return call
 
     def with_code(self, code: str) -> Call:
-        """The same call of other Python source, which is our own and not checked."""
+        """Return the same call with other Python source, which is our own and not checked."""
         call = copy.copy(self)
         object.__setattr__(call, "code", code)
         return call
@@ -122,33 +122,35 @@ class Call:
         return "argv" if self.code is None else "python"
 
     def client_argv(self, token: str) -> tuple[str, ...]:
-        """What the engine is told to run in an image that has Python: the loader, and a token to know the exec by."""
+        """The argv that the engine runs in an image with Python: the loader, and a token by which to recognise the exec."""
         return ("python3", "-I", "-B", "-c", LOADER, token)
 
     def request(self) -> bytes:
-        """What a runner's child is told to do: the length of what is unusual about the call and of its code (4 bytes each),
-        then both. Unusual is all but code that adds nothing to the base environment: a JSON object with ``env``, ``cwd``,
-        ``argv``, ``interpreter`` or ``unbuffered``."""
-        unusual: dict[str, Any] = {}
+        """The call as a runner's child reads it: the lengths of its options and of its code (4 bytes each), then both.
+
+        The options are a JSON object with the fields that differ from plain Python code in the base environment: ``env``,
+        ``cwd``, ``argv``, ``interpreter`` or ``unbuffered``; empty bytes where there are none.
+        """
+        options: dict[str, Any] = {}
         if self.cwd != CALL_ENV["HOME"]:
-            unusual["cwd"] = self.cwd
+            options["cwd"] = self.cwd
         if self.env:
-            unusual["env"] = dict(self.env)
+            options["env"] = dict(self.env)
         if self.code is None:
-            unusual["argv"] = list(self.argv)
+            options["argv"] = list(self.argv)
         elif interpreter := _interpreter(self.env):
-            unusual["interpreter"] = self._options(interpreter)
+            options["interpreter"] = self._options(interpreter)
         elif self.unbuffered:
-            unusual["unbuffered"] = True
-        more = json.dumps(unusual).encode("ascii") if unusual else b""
+            options["unbuffered"] = True
+        head = json.dumps(options).encode("ascii") if options else b""
         code = (self.code or "").encode("utf-8")
-        return struct.pack(">II", len(more), len(code)) + more + code
+        return struct.pack(">II", len(head), len(code)) + head + code
 
     def _options(self, interpreter: list[str]) -> list[str]:
         return [*interpreter, *["-u"] * self.unbuffered]
 
     def payload(self, image_env: Iterable[str] = (), *, witness: str = "") -> bytes:
-        """What goes to the loader before the call's own stdin: the program, then its request, each length-prefixed.
+        """The bytes for the loader before the call's own stdin: the program, then its request, each length-prefixed.
 
         ``witness`` is the error number that shows the seccomp profile inside, empty where none is asked for.
         """
@@ -160,7 +162,7 @@ class Call:
 
 
 def check_code(call: Call, file_size_mb: int | None) -> None:
-    """``InvalidCall`` where a call's code does not fit where it is to run: inside it is a file, under the limit for files."""
+    """Raise ``InvalidCall`` where a call's code is too large: inside it is a file, under the limit for files."""
     limit = MAX_CODE if file_size_mb is None else min(MAX_CODE, file_size_mb << 20)
     if call.code is None or len(call.code) * 4 <= limit:  # a character has at most 4 bytes
         return
@@ -173,20 +175,20 @@ def check_code(call: Call, file_size_mb: int | None) -> None:
 
 
 def base_env(image_env: Iterable[str]) -> dict[str, str]:
-    """What every call's environment starts from, in an image and profile with ``image_env`` (``KEY=VALUE``).
+    """Return what every call's environment starts from, in an image and profile with ``image_env`` (``KEY=VALUE``).
 
-    It is told from out here, and what stands in the container is dropped: there, a client's configuration can have added
-    proxies and their passwords.
+    It is sent from the host, and the container's own environment is dropped: a client's configuration can have added
+    proxies and their passwords to that one.
     """
     own = dict(item.split("=", 1) for item in image_env if "=" in item)
     return {"PATH": DEFAULT_PATH, **own, **CALL_ENV}
 
 
 @contextmanager
-def carried(
+def call_input(
     call: Call, *, python: bool, image_env: Iterable[str] = (), witness: str = ""
 ) -> Iterator[tuple[tuple[bytes, ...], str]]:
-    """How a call gets inside: what to write to the client's stdin, and the path for ``--env-file`` (``""`` for none).
+    """Yield how a call gets inside: what to write to the client's stdin, and the path for ``--env-file`` (``""`` for none).
 
     An image without Python has no loader: its calls are argv only, stdin is the call's own, and the environment goes by a
     private file, since no caller's value may enter the environment of the engine's client.
@@ -219,7 +221,7 @@ def _env_line(key: str, value: str) -> str:
 
 
 def new_token() -> str:
-    """A word that no other exec of this engine has, to recognise one exec in the engine's events."""
+    """Return a random word by which one exec is recognised in the engine's events."""
     return secrets.token_hex(8)
 
 
@@ -261,9 +263,9 @@ def _check_argv(argv: tuple[str, ...]) -> None:
 
 
 def _interpreter(env: Mapping[str, str]) -> list[str]:
-    """How to start the interpreter that a call's own environment asks for; empty where a running one will do.
+    """Return how to start the interpreter that a call's own environment needs; empty where a running one will do.
 
-    ``PYTHON*`` is meant for an interpreter that listens to it. The others are read by the C library when a process starts.
+    ``PYTHON*`` needs an interpreter that reads it at its start. The others are read by the C library when a process starts.
     """
     if not env:
         return []

@@ -18,7 +18,6 @@ import anyio
 import anyio.lowlevel
 
 from executor import inside
-from executor.common.notifier import Notifier
 from executor.common.printable import printable
 from executor.engine.channel import keep
 from executor.engine.process import Capped
@@ -26,16 +25,15 @@ from executor.engine.protocol import Channel, Engine
 from executor.errors import EmberpoolError
 from executor.sandbox import wire
 from executor.sandbox.profile import CALL_ENV
+from executor.sandbox.running_call import RunningCall
 from executor.sandbox.stream import WINDOW as CREDIT
 from executor.sandbox.stream import Sink
-from executor.sandbox.wire import Decoder, Frame, ProtocolError, Report
+from executor.sandbox.wire import Decoder, Frame, ProtocolError
 
-WINDOW = 262_144
-"""Bytes of a call's stdin that may be under way: less than what fits into the pipes before the runner."""
 AT_ONCE = 4_000
-"""Bytes of a call that, with what frames them, a pipe takes whole or not at all."""
+"""Bytes of a call that, with their frame, a pipe takes whole or not at all."""
 SEND_TIMEOUT = 10.0
-"""Seconds in which a write to an exec must be taken; the runner reads at all times, so a write that hangs has lost it."""
+"""Seconds that a write to an exec may take; the runner reads at all times, so one that hangs for longer has lost it."""
 
 
 class RunnerState(Enum):
@@ -52,9 +50,9 @@ class RunnerState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerConfig:
-    """What a runner is told at its start. ``calls``: how many it serves, 0 for no limit. ``keeper`` is PID 1's uid.
-    ``env`` is what every call's environment starts from, ``cwd`` where it begins, ``cpu_seconds`` what it may use;
-    ``shared``: other runners serve calls beside it."""
+    """What a runner is sent at its start. ``calls``: how many it serves, 0 for no limit. ``keeper`` is PID 1's uid.
+    ``files`` are the paths whose content its hello holds. ``env`` is what every call's environment starts from, ``cwd``
+    where a call begins, ``cpu_seconds`` what it may use; ``shared``: other runners serve calls beside it."""
 
     keeper: str
     files: tuple[str, ...]
@@ -87,59 +85,12 @@ def _program() -> bytes:
     return inside.source("runner").encode()
 
 
-@dataclass(slots=True, eq=False)
-class Running:
-    """A call under way at the host's end. ``head`` is the frame that begins it, until that is sent; of its stdin, ``sent``
-    bytes were sent (``told``: its end too) and the runner has passed on ``taken``.
-
-    ``moved`` tells of more of that, of output that a stream's consumer has taken, and of the end (``over``). ``sink`` is
-    where a streamed call's output goes. ``clean``: what it left is proven dead.
-    """
-
-    seq: int
-    head: bytes
-    stdin: bytes
-    stdout: Capped
-    stderr: Capped
-    sink: Sink | None = None
-    report: Report | None = None
-    refused: str = ""
-    clean: bool = False
-    over: bool = False
-    told: bool = False
-    sent: int = 0
-    taken: int = 0
-    moved: Notifier = field(default_factory=Notifier)
-
-    def finish(self) -> None:
-        self.over = True
-        self.moved.tell()
-
-    async def end(self) -> None:
-        """Wait until it is over."""
-        while not self.over:
-            await self.moved.wait()
-
-    def due(self) -> bytes:
-        """The frames that may be sent now, which then count as sent: the call, input that the runner has room for, and
-        credit for what a stream's consumer has taken, once it is worth telling."""
-        upto = min(len(self.stdin), self.taken + WINDOW)
-        parts = [self.head, *_input(self.seq, self.stdin, self.sent, upto)]
-        self.head, self.sent = b"", upto
-        if upto == len(self.stdin) and not self.told:
-            parts.append(wire.encode(wire.INPUT_END, self.seq))
-            self.told = True
-        if self.sink is not None:
-            parts += _credit(self.seq, self.sink.stdout.due(), self.sink.stderr.due())
-        return b"".join(parts)
-
-
 class ArmedRunner:
-    """One runner. ``run`` it in a task; ``problem`` names why its sandbox must go, and is empty while all is well.
+    """One runner. ``run`` it in a task; ``problem`` says why its sandbox must go, and is empty while all is well.
 
-    ``vouched`` and ``retired`` are its owner's to set: its hello was checked; it may end unasked, as the sweep of another
-    runner ends it. ``sweeps`` says what a shared runner that is cleaning up was told (``finish``), ``None`` before that. ``signs`` counts its signs of life
-    while it cleans up.
+    Its owner sets ``verified`` (its hello was checked) and ``retired`` (the sweep of another runner ends it, so it may end
+    unasked). ``sweeps`` is how a shared runner cleans up after its call (``clean_up``), ``None`` before that is known.
+    ``heartbeats`` counts those that it sends while it cleans up. ``last`` is the state before the present one.
     """
 
     def __init__(self, engine: Engine, args: list[str], config: RunnerConfig, changed: Callable[[], None]) -> None:
@@ -147,16 +98,16 @@ class ArmedRunner:
         self.facts: dict[str, Any] = {}
         self.problem = ""
         self.stderr = Capped(4_096)
-        self.vouched = self.retired = False
+        self.verified = self.retired = False
         self.sweeps: bool | None = None
-        self.signs = 0
+        self.heartbeats = 0
         self.scope = anyio.CancelScope()
         self._engine, self._args, self._config, self._changed = engine, args, config, changed
         self._decoder = Decoder()
         self._channel: Channel | None = None
         self._seq = 0
-        self._running: Running | None = None
-        self._answered: Running | None = None
+        self._running: RunningCall | None = None
+        self._answered: RunningCall | None = None
         self._torn, self._writing = False, anyio.Lock(fast_acquire=True)
 
     async def run(self) -> None:
@@ -172,32 +123,32 @@ class ArmedRunner:
                             call, state = self._running, self.state
                             for frame in self._decoder.feed(data):
                                 self._take(frame)
-                            news = self.state is not state
+                            moved = self.state is not state
                             if self._running is not call:
-                                await anyio.lowlevel.checkpoint()  # whoever waits for the answer goes first
-                            if news:
+                                await anyio.lowlevel.checkpoint()  # the caller that waits for the answer goes first
+                            if moved:
                                 self._changed()
                     except ProtocolError as error:  # caught here: the task group would wrap it
                         self.problem = f"protocol: {error}"
                     tasks.cancel_scope.cancel()
-        except (EmberpoolError, OSError) as error:  # no client could be started, so nothing inside knows of it
+        except (EmberpoolError, OSError) as error:  # no client could be started, so nothing runs inside
             self.stderr.add(printable(error).encode())
         finally:
             self._channel = None
             if self.state is not RunnerState.ENDED:
                 self.last, self.state = self.state, RunnerState.ENDED
             if self._running is not None:
-                self._running.finish()
+                self._running.end()
             self._changed()
 
     async def _send(self, data: bytes) -> bool:
-        """Write to the exec; ``False`` where it is gone, does not take it in time, or holds a torn frame."""
+        """Write to the exec; return ``False`` where it is gone, does not take the data in time, or holds a torn frame."""
         with anyio.move_on_after(SEND_TIMEOUT):
             return await self._write(data)
         return False
 
     async def _write(self, data: bytes) -> bool:
-        """``_send``, for as long as it takes; one after the other. A cancel that was due before tears nothing."""
+        """Write like ``_send`` for as long as it takes, one write after the other. A cancel that was due before tears nothing."""
         async with self._writing:
             if self._channel is None or self._torn:
                 return False
@@ -231,7 +182,7 @@ class ArmedRunner:
             call.taken += int.from_bytes(frame.payload, "big")
             if call.taken > call.sent:
                 raise ProtocolError("more input was taken than was sent")
-            call.moved.tell()
+            call.changed.tell()
         elif kind == wire.DONE and state is RunnerState.BUSY and call is not None:
             report = wire.parse_report(frame.payload)
             for into, total in ((call.stdout, report.stdout_total), (call.stderr, report.stderr_total)):
@@ -239,27 +190,27 @@ class ArmedRunner:
                     raise ProtocolError("a report of more or less output than has come")
             call.report = report
             self._running, self._answered = None, call
-            call.finish()
+            call.end()
             self._become(RunnerState.CLEANING)
         elif kind == wire.CLEAN and state is RunnerState.CLEANING and self._answered is not None:
             if self._config.shared and self.sweeps is None:
-                raise ProtocolError("clean before it was told how to clean up")
+                raise ProtocolError("clean before it was asked to clean up")
             self._answered.clean = True
             self._become(RunnerState.CLEAN)
         elif kind == wire.CLEANING and state is RunnerState.CLEANING:
             if self._config.shared and self.sweeps is None:
-                raise ProtocolError("cleaning up before it was told how to")
-            self.signs += 1
+                raise ProtocolError("cleaning up before it was asked to")
+            self.heartbeats += 1
             self._changed()
         elif kind == wire.DIRTY and state is RunnerState.CLEANING:
             self.problem = "what the call left could not be proven dead"
             self._become(RunnerState.ENDED)
         elif kind == wire.POISONED and state in (RunnerState.ARMED, RunnerState.BUSY):
             said = printable(frame.payload)
-            self.problem = f"it is unfit: {said}"  # not its words alone, which might be those of a broken protocol
+            self.problem = f"it is unfit: {said}"  # never its words alone: they could begin with "protocol"
             if call is not None:
                 call.refused = said
-                call.finish()
+                call.end()
             self._become(RunnerState.ENDED)
         else:
             raise ProtocolError(f"a frame of type {kind} while {state.value}")
@@ -271,71 +222,55 @@ class ArmedRunner:
 
     def begin(
         self, request: bytes, stdin: bytes, *, timeout: float, grace: float, max_output: int, sink: Sink | None = None
-    ) -> Running:
+    ) -> RunningCall:
         """Claim this armed runner for one call; synchronous, so that no two calls can."""
         if self.state is not RunnerState.ARMED:
             raise RuntimeError(f"a runner that is {self.state.value} takes no call")
         credit = None if sink is None else CREDIT
         header = wire.call_header(timeout=timeout, grace=grace, max_output=max_output, credit=credit)
-        head = wire.encode(wire.CALL, self._seq, header + request)
+        frame = wire.encode(wire.CALL, self._seq, header + request)
         if sink is None:
-            self._running = Running(self._seq, head, stdin, Capped(max_output), Capped(max_output))
+            self._running = RunningCall(self._seq, frame, stdin, Capped(max_output), Capped(max_output))
         else:
-            self._running = Running(self._seq, head, stdin, sink.stdout, sink.stderr, sink)
-            sink.on_taken = self._running.moved.tell
+            self._running = RunningCall(self._seq, frame, stdin, sink.stdout, sink.stderr, sink)
+            sink.on_taken = self._running.changed.tell
         self.sweeps = None
         self._become(RunnerState.BUSY)
         if self._config.shared:
             self._changed()  # others may begin beside it; where it is alone nobody waits for this
         return self._running
 
-    def ask_at_once(self, call: Running) -> None:
-        """Send all of a small call now, if that needs no waiting; what is not sent is ``ask``'s."""
+    def feed_at_once(self, call: RunningCall) -> None:
+        """Send all of a small call now, if that needs no waiting; ``feed`` sends what is left."""
         if self._channel is None or self._torn:  # or something is being written now
             return
-        if len(call.head) + len(call.stdin) <= AT_ONCE:
-            data = call.due()
+        if len(call.frame) + len(call.stdin) <= AT_ONCE:
+            data = call.next_frames()
             if not self._channel.send_at_once(data):
-                call.head = data
+                call.frame = data
 
-    async def ask(self, call: Running) -> None:
+    async def feed(self, call: RunningCall) -> None:
         """Send a call and its stdin, no faster than the runner takes it, and a stream's credit as its consumer takes.
 
         Returns when all is sent (where output is streamed: when the call has ended), or nobody reads.
         """
-        while not call.over:
-            if data := call.due():
-                # Without a timeout of its own: the call has one, and what it would be told is the same.
+        while not call.ended:
+            if data := call.next_frames():
+                # Without a timeout of its own: the call has one, and its outcome would be the same.
                 if not await self._write(data):
                     return
-            elif call.told and call.sink is None:
+            elif call.input_ended and call.sink is None:
                 return
             else:
-                await call.moved.wait()
+                await call.changed.wait()
 
-    async def cancel(self, call: Running) -> bool:
-        """Ask the runner to end the call: SIGTERM, its grace, SIGKILL; whether it could be asked.
+    async def cancel(self, call: RunningCall) -> bool:
+        """Ask the runner to end the call (SIGTERM, its grace, SIGKILL) and return whether it could be asked."""
+        return await self._send(call.cancel_frames())
 
-        What the call still writes is not held back any more.
-        """
-        rest: list[bytes] = []
-        if call.sink is not None:
-            call.sink.discard()
-            rest = _credit(call.seq, call.stdout.cap, call.stderr.cap)
-        return await self._send(b"".join((wire.encode(wire.CANCEL, call.seq), *rest)))
-
-    async def finish(self, *, sweep: bool) -> None:
-        """Tell a runner that shares its sandbox how to clean up after its call: ``sweep`` everything of the calls' uid,
-        the other runners included, or only what came of this call. What it was told is known at once."""
+    async def clean_up(self, *, sweep: bool) -> None:
+        """Ask a runner that shares its sandbox to clean up after its call: ``sweep`` everything of the calls' uid, the other
+        runners included, or only what came of this call. ``sweeps`` is set before anything is awaited."""
         self.sweeps = sweep
         self._changed()
         await self._send(wire.encode(wire.FINISH, self._seq, wire.FINISH_ALL if sweep else wire.FINISH_OWN))
-
-
-def _credit(seq: int, stdout: int, stderr: int) -> list[bytes]:
-    due = ((wire.OUT, stdout), (wire.ERR, stderr))
-    return [wire.encode(wire.CREDIT, seq, bytes((stream,)) + more.to_bytes(8, "big")) for stream, more in due if more]
-
-
-def _input(seq: int, data: bytes, start: int, end: int) -> list[bytes]:
-    return [wire.encode(wire.INPUT, seq, data[at : min(at + 65_536, end)]) for at in range(start, end, 65_536)]

@@ -1,4 +1,4 @@
-"""The strict seccomp profile: the readable list beside this file, turned into what engines read. Pure but for the reading.
+"""Build the strict seccomp profile from the readable list beside this file. Pure, but for reading files.
 
 The kernel is shared by all containers. An engine's default filter keeps a container from governing the host; it still lets
 tool code take what the whole kernel has only once (room for BPF programs, aio contexts), reach a hypervisor by vsock, and
@@ -21,9 +21,9 @@ STRICT_LIST = Path(__file__).with_name("seccomp_strict.txt")
 STRICT_PROFILE = Path(__file__).with_name("seccomp_strict.json")
 
 WITNESS_WHICH = 0x454D4250
-"""``getpriority(WITNESS_WHICH, 0)`` is the question by which the strict profile is recognised from inside."""
+"""``getpriority(WITNESS_WHICH, 0)`` is the system call by which the strict profile is recognised from inside."""
 WITNESS_ERRNO = errno.ENOTUNIQ if hasattr(errno, "ENOTUNIQ") else 76
-"""What the strict profile answers; the kernel itself says EINVAL, another profile EINVAL or EPERM."""
+"""The error that the strict profile returns; the kernel itself says EINVAL, another profile EINVAL or EPERM."""
 
 ARCHITECTURES = ("SCMP_ARCH_X86_64", "SCMP_ARCH_AARCH64")
 _LOW_32 = 0xFFFFFFFF
@@ -37,7 +37,7 @@ Rule = dict[str, Any]
 
 
 def build(text: str) -> dict[str, Any]:
-    """The profile, in the form that docker and podman read, of a list like ``seccomp_strict.txt``.
+    """Build the profile, in the form that docker and podman read, from a list like ``seccomp_strict.txt``.
 
     Raises ``ValueError`` naming the line that is not of a known form.
     """
@@ -82,12 +82,12 @@ def strict_profile() -> dict[str, Any]:
 
 
 def digest(path: str) -> str:
-    """A hash of a profile's file, to tell containers of other profiles apart. Raises ``OSError``."""
+    """Hash a profile's file, to distinguish containers of different profiles. Raises ``OSError``."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def allowed(profile: dict[str, Any]) -> dict[str, list[tuple[Any, ...]]]:
-    """What a profile, or the ``linux.seccomp`` of a container's OCI configuration, allows: for each call the conditions
+    """List what a profile, or the ``linux.seccomp`` of a container's OCI configuration, allows: for each call the conditions
     (``()`` where there are none), each a sorted tuple of (argument, operator, value, second value)."""
     found: dict[str, list[tuple[Any, ...]]] = {}
     for rule in profile["syscalls"] or ():
@@ -103,10 +103,9 @@ def allowed(profile: dict[str, Any]) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def beyond(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """The calls that ``ours`` allows where ``theirs`` may not; empty where every one of ours is one of theirs.
+    """List the system calls that ``ours`` allows where ``theirs`` may not; empty where ours is nowhere weaker.
 
-    A call that theirs allows on conditions has to have the same conditions in ours, for which ``implied`` knows what differs
-    in form only.
+    A call that theirs allows on conditions must have conditions in ours that hold only where those do.
     """
     base = allowed(theirs)
     return sorted(
@@ -129,10 +128,10 @@ def _narrower(mine: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     if (op, value, second) == (other_op, other_value, other_second):
         return True
     if op == "SCMP_CMP_MASKED_EQ" and other_op == "SCMP_CMP_MASKED_EQ":
-        # All bits that theirs looks at, ours looks at too, and wants the same of them.
+        # Ours compares all the bits that theirs compares, with the same values.
         return bool(value & other_value == other_value and second & other_value == other_second)
     if op == "SCMP_CMP_MASKED_EQ" and value == _LOW_32:
-        # Of an `int` the kernel reads these bits alone, so ours is the same question.
+        # The kernel reads only these bits of an `int`, so the two conditions are the same.
         return bool(
             (other_op == "SCMP_CMP_EQ" and second == other_value)
             or (other_op == "SCMP_CMP_NE" and second != other_value)

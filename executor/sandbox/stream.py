@@ -1,4 +1,4 @@
-"""A call's output as it comes: a consumer takes it, and what it has not taken holds the tool back.
+"""A call's output as it comes: a consumer takes it, and output that it has not taken holds the tool back.
 
 The call itself runs in a task of its own, which reads on whatever the consumer does; only credit goes back to the runner
 as output is taken. So at most ``WINDOW`` bytes of each stream wait here, and a consumer that never reads harms its own
@@ -23,7 +23,7 @@ from executor.result import CallResult
 WINDOW = 262_144
 """Bytes of each stream that a tool may be ahead of its consumer, the pipe inside the sandbox (64 KiB) not counted."""
 STEP = WINDOW // 4
-"""Bytes that a consumer has taken before the runner is told of it: a frame for each chunk would be more frame than use."""
+"""Bytes that a consumer has taken before the runner gets credit for them: a frame for each chunk would cost too much."""
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -51,7 +51,7 @@ class Flow(Capped):
         self._sink.put(self.name, data)
 
     def due(self) -> int:
-        """Credit that is to be given to the runner now; it counts as given."""
+        """Return the credit to give to the runner now, in bytes; it counts as given."""
         if self.taken < STEP or self.cap == self.limit:
             return 0
         more, self.taken = self.taken, 0
@@ -63,7 +63,7 @@ class Sink:
     """Where a streamed call's output waits for its consumer.
 
     Bytes of a stream keep their order. Across the two, the one whose bytes have waited longest is taken first; an exact
-    order would cost memory for every byte, and the pipes inside have none to tell.
+    order would cost memory for every byte, and the pipes inside keep none.
     """
 
     def __init__(self, max_output: int) -> None:
@@ -71,16 +71,16 @@ class Sink:
         self.discarded = False
         self.on_taken: Callable[[], None] = lambda: None
         self._waiting: dict[StreamName, bytearray] = {}
-        self._news = anyio.Event()
+        self._arrived = anyio.Event()
 
     def put(self, stream: StreamName, data: bytes) -> None:
-        """Keep what has come, and tell the consumer."""
+        """Keep what has come, and wake the consumer."""
         if not self.discarded:
             self._waiting.setdefault(stream, bytearray()).extend(data)
-            self.tell()
+            self.notify()
 
     def take(self) -> Output | None:
-        """What waits of one stream; ``None`` when nothing does."""
+        """Take what waits of one stream; ``None`` when nothing does."""
         for stream in self._waiting:
             output = Output(stream, bytes(self._waiting.pop(stream)))
             flow = self.stdout if stream == "stdout" else self.stderr
@@ -89,24 +89,25 @@ class Sink:
             return output
         return None
 
-    def tell(self) -> None:
-        self._news.set()
+    def notify(self) -> None:
+        """Wake the consumer: output has come, or the call has ended."""
+        self._arrived.set()
 
-    async def news(self) -> None:
-        """Wait until something has come, or the call has ended."""
-        await self._news.wait()
-        self._news = anyio.Event()
+    async def wait(self) -> None:
+        """Wait until output has come, or the call has ended."""
+        await self._arrived.wait()
+        self._arrived = anyio.Event()
 
     def discard(self) -> None:
-        """Nobody wants the rest: it may all come, and is thrown away."""
+        """Throw away what waits and what still comes, which is not held back any more."""
         self.discarded = True
         self._waiting.clear()
         for flow in (self.stdout, self.stderr):
             flow.cap = flow.limit
 
 
-class _Running:
-    """The call of a stream, in a task of its own. It knows nothing of the stream, which can so be collected meanwhile."""
+class _StreamedCall:
+    """The call of a stream, in a task of its own. It does not refer to the stream, which can be collected meanwhile."""
 
     def __init__(self, carry_out: Callable[[Sink], Awaitable[CallResult]], max_output: int) -> None:
         self.sink, self.scope = Sink(max_output), anyio.CancelScope()
@@ -129,7 +130,7 @@ class _Running:
             self.error = error
         finally:
             self.ended.set()
-            sink.tell()
+            sink.notify()
 
 
 class CallStream:
@@ -142,7 +143,7 @@ class CallStream:
 
     def __init__(self, carry_out: Callable[[Sink], Awaitable[CallResult]], max_output: int) -> None:
         self._carry_out, self._max_output = carry_out, max_output
-        self._call: _Running | None = None
+        self._call: _StreamedCall | None = None
         self._loop: EventLoop | None = None
         self._over = False
 
@@ -185,12 +186,12 @@ class CallStream:
                 if call.result is not None:
                     return call.result
                 break
-            await call.sink.news()
+            await call.sink.wait()
         raise StopAsyncIteration
 
-    async def _begin(self) -> _Running:
+    async def _begin(self) -> _StreamedCall:
         self._loop = current_loop()
-        call = self._call = _Running(self._carry_out, self._max_output)
+        call = self._call = _StreamedCall(self._carry_out, self._max_output)
         self._loop.start(call.run, "emberpool stream")
         # The call has taken its place in its session's queue once this returns; a cancel is seen after that.
         with anyio.CancelScope(shield=True):

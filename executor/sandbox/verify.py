@@ -1,37 +1,23 @@
-"""Read the boundary back: what the engine says and what the inside says, against what the profile asked.
+"""Check a container's boundary against its profile: the findings, and the engine's own record of the container.
 
-Flags alone prove nothing (a rootless engine was seen to ignore a limit silently). Everything here is pure; a point is
-``equal``, ``weaker`` or ``unreadable``, and the last two refuse the sandbox.
+Flags alone prove nothing (a rootless engine was seen to ignore a limit silently), so ``executor.sandbox.verify_inside``
+checks from the inside too. Pure; a point is ``equal``, ``weaker`` or ``unreadable``, and the last two refuse the sandbox.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from executor.engine.protocol import ImageInfo
 from executor.errors import ProfileMismatch
-from executor.sandbox.profile import PROXY_VARIABLES, WRITABLE_BESIDES_TMP, ContainerProfile
-from executor.sandbox.seccomp import WITNESS_ERRNO, strict_profile
+from executor.sandbox.mount import normalized
+from executor.sandbox.profile import PROXY_VARIABLES, ContainerProfile
+from executor.sandbox.seccomp import strict_profile
 
 Verdict = Literal["equal", "weaker", "unreadable"]
-
-INSIDE_FILES = (
-    "/proc/self/status",
-    "/proc/self/mountinfo",
-    "/proc/net/dev",
-    "/sys/fs/cgroup/pids/pids.max",
-    "/sys/fs/cgroup/pids.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-    "/sys/fs/cgroup/memory.max",
-)
-"""What the probe reads inside. Of each cgroup figure one file exists, by the cgroup version."""
-
-_NONCE = "/tool/nonce"
-_WRITABLE_SYSTEM = ("/proc", "/dev", "/dev/pts", "/sys/fs/cgroup", *WRITABLE_BESIDES_TMP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +58,6 @@ def require_no_volumes(image: ImageInfo) -> None:
         )
 
 
-def probe_argv() -> tuple[str, ...]:
-    """A ``cat`` of the facts, each between two readings of the nonce file: that parts them and proves the mount at once."""
-    argv = ["cat", _NONCE]
-    for file in INSIDE_FILES:
-        argv += [file, _NONCE]
-    return tuple(argv)
-
-
 def check_inspect(
     facts: Mapping[str, Any],
     profile: ContainerProfile,
@@ -109,7 +87,7 @@ def _inspect_points(
     yield point("privileged", False, host["Privileged"])
     yield point("capabilities added", [], list(host["CapAdd"] or ()))
     dropped = [str(name).upper() for name in host["CapDrop"] or ()]
-    # podman lists each capability by name; that they are really gone is read from the inside.
+    # podman lists each capability by name; the check from the inside shows that they are really gone.
     yield Finding("capabilities dropped", "ALL", dropped, "equal" if "ALL" in dropped or len(dropped) > 8 else "weaker")
     options = [str(option) for option in host["SecurityOpt"] or ()]
     allowed = {"no-new-privileges", "no-new-privileges:true", "no-new-privileges=true"}
@@ -139,7 +117,7 @@ def _inspect_points(
         yield point("ulimit cpu", (limits.cpu_seconds, limits.cpu_seconds + 1), ulimits.get("cpu"))
     for key in ("PidMode", "UTSMode"):
         yield Finding(key, "private", host.get(key), "equal" if host.get(key) in ("", "private", None) else "weaker")
-    # Shareable is what some engines default to: others may be asked to join it, it joins nobody's.
+    # Shareable is some engines' default: other containers can be told to join it, but it joins none.
     ipc = host.get("IpcMode")
     yield Finding("IpcMode", "private", ipc, "equal" if ipc in ("", "private", "shareable", "none", None) else "weaker")
     yield point("devices", [], list(host.get("Devices") or ()) + list(host.get("DeviceRequests") or ()))
@@ -157,7 +135,7 @@ def _inspect_points(
         if row["Type"] != "tmpfs"
     )
     yield point("mounts", wanted_mounts, found_mounts)
-    # A name without a value is one that the container does not have.
+    # A name without a value is a variable that the container does not have.
     known = {*image.env, *profile.env, *PROXY_VARIABLES}
     foreign = sorted(item.partition("=")[0] for item in config["Env"] or () if item not in known and not _own_env(item))
     yield point("environment besides the image's and the profile's", [], foreign)
@@ -166,7 +144,7 @@ def _inspect_points(
 
 
 def _seccomp_point(profile: ContainerProfile, filters: Sequence[str]) -> Finding:
-    """What the record says of the seccomp profile: docker keeps its content, podman its path."""
+    """Check the record's seccomp profile: docker keeps its content, podman its path."""
     text = filters[0] if len(filters) == 1 else ""
     equal = text == profile.seccomp_file or text.startswith("{")
     if profile.seccomp == "strict" and text.startswith("{"):
@@ -174,18 +152,12 @@ def _seccomp_point(profile: ContainerProfile, filters: Sequence[str]) -> Finding
     return Finding("seccomp profile", profile.seccomp, [one[:40] for one in filters], "equal" if equal else "weaker")
 
 
-def mount_facts(profile: ContainerProfile, staging: str) -> Iterator[tuple[str, str, bool]]:
-    """(source, target, writable) of every mount that the profile asks for."""
+def mount_facts(profile: ContainerProfile, staging: str = "") -> Iterator[tuple[str, str, bool]]:
+    """Yield (source, target, writable) of every mount that the profile asks for, and of ``/tool`` where there is ``staging``."""
     if staging:
-        yield _clean(staging), "/tool", False
-    for spec in profile.mounts:
-        source, target, *options = spec.split(":")
-        yield _clean(source), _clean(target), "ro" not in (options[0].split(",") if options else [])
-
-
-def _clean(path: str) -> str:
-    """A path as engines record it: without doubled or trailing slashes."""
-    return "/" + "/".join(part for part in path.split("/") if part)
+        yield normalized(staging), "/tool", False
+    for mount in profile.mounts:
+        yield normalized(mount.source), normalized(mount.target), not mount.read_only
 
 
 def _own_env(item: str) -> bool:
@@ -195,114 +167,3 @@ def _own_env(item: str) -> bool:
 def _quota(host: Mapping[str, Any]) -> int:
     period, quota = int(host.get("CpuPeriod") or 0), int(host.get("CpuQuota") or 0)
     return round(quota / period * 1e9) if period and quota > 0 else 0
-
-
-def check_inside(
-    output: bytes, profile: ContainerProfile, *, user: str, nonce: str, seccomp: bool = True, witness: object
-) -> list[Finding]:
-    """Compare what a probe (``probe_argv``) read inside a container with the profile. ``user`` is the calls' ``uid:gid``."""
-    parts = output.split(nonce.encode() + b"\n")
-    if len(parts) < 3:
-        return [Finding("nonce in /tool", nonce, output[:60].decode("utf-8", "replace"), "unreadable")]
-    text = [part.decode("utf-8", "replace") for part in parts[1:-1]]
-    if len(text) != len(INSIDE_FILES):
-        return [Finding("probe", f"{len(INSIDE_FILES)} files", f"{len(text)} parts", "unreadable")]
-    files = dict(zip(INSIDE_FILES, text, strict=True))
-    return check_files(files, profile, user=user, seccomp=seccomp, witness=witness)
-
-
-def check_files(
-    files: Mapping[str, str], profile: ContainerProfile, *, user: str, seccomp: bool = True, witness: object
-) -> list[Finding]:
-    """Compare the contents of ``INSIDE_FILES``, as a runner's hello tells them, with the profile.
-
-    ``witness`` is the error number that ``getpriority(WITNESS_WHICH, 0)`` gave inside, ``None`` where nobody could ask.
-    ``seccomp`` is false for a runtime that has a kernel of its own and no seccomp to show.
-    """
-    try:
-        return [*_inside_points(files, profile, user, seccomp), *_witness_point(profile, seccomp, witness)]
-    except (LookupError, ValueError) as error:
-        return [Finding("probe", "files of a known form", repr(error), "unreadable")]
-
-
-def _witness_point(profile: ContainerProfile, seccomp: bool, witness: object) -> Iterator[Finding]:
-    """That the strict profile is in force: "Seccomp: 2" says only that some filter is."""
-    if seccomp and profile.seccomp == "strict":
-        verdict: Verdict = "equal" if witness == WITNESS_ERRNO else "unreadable" if witness is None else "weaker"
-        yield Finding("strict seccomp profile in force", WITNESS_ERRNO, witness, verdict)
-
-
-def _inside_points(files: Mapping[str, str], profile: ContainerProfile, user: str, seccomp: bool) -> Iterator[Finding]:
-    status = dict(line.split(":\t", 1) for line in files["/proc/self/status"].splitlines() if ":\t" in line)
-
-    def point(name: str, wanted: object, found: object) -> Finding:
-        verdict: Verdict = "unreadable" if found in (None, "") else "equal" if wanted == found else "weaker"
-        return Finding(name, wanted, found, verdict)
-
-    for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
-        yield point(key, 0, int(status[key], 16) if key in status else None)
-    yield point("NoNewPrivs", "1", status.get("NoNewPrivs"))
-    if seccomp:
-        yield point("Seccomp", "2", status.get("Seccomp"))
-    if user:
-        uid, _, gid = user.partition(":")
-        if uid.isdecimal():
-            yield point("uids inside", [uid] * 4, status["Uid"].split())
-        if gid.isdecimal():
-            yield point("gids inside", [gid] * 4, status["Gid"].split())
-    if not user.partition(":")[0].isdecimal():
-        # The image's own user, or one that only the image's passwd can tell.
-        yield Finding("uid inside", "not 0", status["Uid"], "weaker" if "0" in status["Uid"].split() else "equal")
-    mounts = dict(_mount_rows(files["/proc/self/mountinfo"]))
-    yield point("root inside", "ro", _mode(mounts.get("/")))
-    tmp = mounts.get("/tmp", frozenset())  # noqa: S108 - the container's own /tmp
-    yield point("tmpfs inside", ["noexec", "nosuid", "rw"], sorted(tmp & {"noexec", "nosuid", "rw"}))
-    yield point("tmpfs size", f"size={profile.tmpfs_mb * 1024}k", next((o for o in tmp if o.startswith("size=")), None))
-    # The kernel shows a mode only where it is not the usual one.
-    mode = next((option for option in tmp if option.startswith("mode=")), "mode=1777")
-    yield point("tmpfs mode", "mode=1777", mode)
-    if owner := profile.tmp_owner(user):
-        told = dict(option.split("=", 1) for option in tmp if "=" in option)
-        yield point("tmpfs owner", owner, (told.get("uid"), told.get("gid")))
-    # The root has a point of its own.
-    mine = {target for _, target, writable in mount_facts(profile, "") if writable} | {"/tmp", "/"}  # noqa: S108
-    writable = sorted(
-        place for place, options in mounts.items()
-        if "rw" in options and place not in mine and place not in _WRITABLE_SYSTEM and "masked" not in options
-    )  # fmt: skip
-    yield point("writable places besides", [], writable)
-    if profile.network == "none":
-        names = [line.split(":")[0].strip() for line in files["/proc/net/dev"].splitlines() if ":" in line]
-        # Tunnels that the kernel puts into every new network namespace are down and lead nowhere.
-        yield point("interfaces", ["lo"], [name for name in names if name not in _KERNEL_TUNNELS])
-    pids = (files["/sys/fs/cgroup/pids/pids.max"] or files["/sys/fs/cgroup/pids.max"]).strip()
-    yield point("pids.max", str(profile.pids), pids)
-    if profile.limits.memory_mb is not None:
-        memory = files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] or files["/sys/fs/cgroup/memory.max"]
-        yield point("memory limit", str(profile.limits.memory_mb << 20), memory.strip())
-
-
-_KERNEL_TUNNELS = frozenset(
-    {"tunl0", "sit0", "gre0", "gretap0", "erspan0", "ip_vti0", "ip6_vti0", "ip6tnl0", "ip6gre0"}
-)
-
-
-def _mount_rows(text: str) -> Iterator[tuple[str, frozenset[str]]]:
-    for line in text.splitlines():
-        left, _, right = line.partition(" - ")
-        fields, super_options = left.split(), right.split()[-1]
-        place = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])  # a space is written \\040
-        options = set(fields[5].split(","))
-        # The engine masks a file by mounting its /dev/null over it.
-        if fields[3] == "/null":
-            options.add("masked")
-        options |= {
-            option for option in super_options.split(",") if option.startswith(("size=", "mode=", "uid=", "gid="))
-        }
-        yield place, frozenset(options)
-
-
-def _mode(options: frozenset[str] | None) -> str | None:
-    if options is None:
-        return None
-    return "ro" if "ro" in options else "rw"

@@ -1,4 +1,4 @@
-"""What the host and the runner say to each other over an exec's stdin and stdout; pure, and hostile-proof on this side.
+"""The frames between host and runner over an exec's stdin and stdout. Pure; whatever bytes a runner sends are handled.
 
 A frame is a type (1 byte), a sequence number (4), a length (4) and a payload. The sequence number is the call's, counted
 by the runner from 1 (0 is its hello), so that a frame of another call is noticed. ``executor/inside/runner.py`` holds the same
@@ -27,7 +27,7 @@ _LIMITS = {
 
 
 class ProtocolError(Exception):
-    """The runner said something that no runner says; its sandbox is destroyed."""
+    """The runner broke the protocol; its sandbox is destroyed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Frame:
 
 
 def encode(kind: int, seq: int, payload: bytes = b"") -> bytes:
-    """One frame for the runner."""
+    """Encode one frame for the runner."""
     return _HEADER.pack(kind, seq, len(payload)) + payload
 
 
@@ -64,15 +64,10 @@ class Decoder:
             del self._buffer[: _HEADER.size + size]
             yield Frame(kind, seq, payload)
 
-    @property
-    def partial(self) -> int:
-        """Bytes of a frame that is not whole yet."""
-        return len(self._buffer)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the runner says of a call that has ended. ``oom``: whether the container's counter of out-of-memory kills moved;
+    """A runner's report of a call that has ended. ``oom``: whether the container's counter of out-of-memory kills moved;
     ``None`` where it was not asked (the call was not killed) or could not be read."""
 
     exit_code: int | None
@@ -88,7 +83,7 @@ class Report:
 
 
 def parse_object(payload: bytes) -> dict[str, Any]:
-    """A JSON object, or ``ProtocolError``."""
+    """Parse a JSON object. Raises ``ProtocolError``."""
     try:
         content = json.loads(payload)
     except (ValueError, RecursionError) as error:
@@ -99,7 +94,7 @@ def parse_object(payload: bytes) -> dict[str, Any]:
 
 
 def parse_report(payload: bytes) -> Report:
-    """The report of a DONE frame, or ``ProtocolError``."""
+    """Parse the report of a DONE frame. Raises ``ProtocolError``."""
     try:
         code, number, flags, stdout, stderr, cpu, rss, duration = _REPORT.unpack(payload)
     except struct.error as error:
@@ -122,5 +117,5 @@ def parse_report(payload: bytes) -> Report:
 
 
 def call_header(*, timeout: float, grace: float, max_output: int, credit: int | None) -> bytes:
-    """The beginning of a CALL frame; seconds and bytes, ``credit`` of each stream or ``None`` for no limit but the cap's."""
+    """Encode the beginning of a CALL frame; seconds and bytes, ``credit`` of each stream or ``None`` for no limit but the cap's."""
     return _CALL.pack(int(timeout * 1e6), int(grace * 1e6), max_output, _NO_LIMIT if credit is None else credit)

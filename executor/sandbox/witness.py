@@ -1,4 +1,4 @@
-"""A program of some 160 bytes for images without Python: it asks the question that only the strict seccomp profile answers.
+"""A program of some 160 bytes that recognises the strict seccomp profile in images without Python.
 
 It calls ``getpriority`` as ``executor.sandbox.seccomp`` describes, and exits with the error number that it got.
 """
@@ -24,7 +24,7 @@ _MACHINES = {
 
 
 def program(architecture: str) -> bytes:
-    """The program, an ELF file, for an image's ``architecture`` in the words of its manifest; ``b""`` for an unknown one."""
+    """Return the program, an ELF file, for an ``architecture`` as image manifests name it; ``b""`` for an unknown one."""
     if architecture not in _MACHINES:
         return b""
     machine, code = _MACHINES[architecture]
@@ -37,7 +37,7 @@ def program(architecture: str) -> bytes:
 
 
 def write(file: Path, architecture: str) -> bool:
-    """Write the program to ``file``, for everybody to run; whether there is one for this ``architecture``."""
+    """Write the program to ``file``, executable by all, and return whether there is one for this ``architecture``."""
     text = program(architecture)
     if text:
         file.write_bytes(text)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from executor.common.printable import printable
+from executor.sandbox.mount import Mount
 from pool.config.descriptors import shortage
 from pool.config.errors import ConfigError, Problem
 from pool.config.models import Settings
@@ -20,8 +21,8 @@ def check_host(settings: Settings, host_memory_bytes: int) -> list[str]:
         problems.append(Problem("sandbox.memory_mb", text))
     if text := shortage(settings):
         problems.append(Problem("pool.max_sandboxes", text))
-    for index, spec in enumerate(sandbox.mounts):
-        if text := _check_source(spec, sandbox.user):
+    for index, mount in enumerate(sandbox.mounts):
+        if text := _check_source(mount, sandbox.user):
             problems.append(Problem(f"sandbox.mounts[{index}]", text))
     if sandbox.seccomp.startswith("/") and not Path(sandbox.seccomp).is_file():
         problems.append(Problem("sandbox.seccomp", f"there is no file {_shown(sandbox.seccomp)} on this host"))
@@ -65,15 +66,13 @@ def require_memory(settings: Settings) -> None:
         raise ConfigError([Problem("sandbox.memory_mb", text)])
 
 
-def _check_source(spec: str, user: str) -> str:
-    source, _, *options = spec.split(":")
-    name = _shown(source)
+def _check_source(mount: Mount, user: str) -> str:
+    name = _shown(mount.source)
     try:
-        owner = Path(source).stat().st_uid
+        owner = Path(mount.source).stat().st_uid
     except OSError as error:
         return f"its source {name} cannot be used: {error.strerror}; make it before the pool starts"
-    writable = "ro" not in (options[0].split(",") if options else [])
-    if writable and user == "auto" and owner == 0:
+    if not mount.read_only and user == "auto" and owner == 0:
         return (
             f"its source {name} is writable and belongs to root, and calls never run as root; "
             f"mount it :ro, or give it away: chown 1000:1000 {name}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
+from executor.sandbox.mount import normalized
 from pool.config.errors import Problem, dotted
 from pool.config.tables import COMMANDS, WORKSPACE, Tables
 from pool.config.types import Section, format_duration, format_size
@@ -66,7 +66,7 @@ def _sandbox(settings: Tables) -> Iterator[Problem]:
             f"{uids} has {uids.count} uids; pool.max_sandboxes ({pool.max_sandboxes}) + pool.max_cold "
             f"({pool.max_cold}) and one for every PID 1 need {needed}",
         )
-    targets = [os.path.normpath(spec.split(":")[1]) for spec in settings.sandbox.mounts]
+    targets = [normalized(mount.target) for mount in settings.sandbox.mounts]
     if settings.sandbox.workspace and WORKSPACE in targets:
         yield Problem(
             f"sandbox.mounts[{targets.index(WORKSPACE)}]",

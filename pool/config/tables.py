@@ -16,13 +16,15 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from executor.machine.image import DEFAULT_IMAGE
-from executor.sandbox.profile import ContainerProfile, check_mount
+from executor.sandbox.mount import Mount, normalized
+from executor.sandbox.profile import ContainerProfile
 from pool.config.types import (
     MAX_UID,
     AbsolutePath,
     AgentName,
     Duration,
     DurationOrOff,
+    MountList,
     PathList,
     PythonTools,
     Section,
@@ -59,7 +61,7 @@ class SandboxSettings(Section):
     user: str = "auto"
     uid_range: UidRangeField = UidRange(1_879_048_192, 65_536)
     network: str = "none"
-    mounts: StringList = ()
+    mounts: MountList = ()
     cpus: float = Field(default=1.0, ge=0.01, le=1_024, allow_inf_nan=False)
     cpu_seconds: int = Field(default=30, ge=1, le=31_536_000)
     memory_mb: int = Field(default=512, ge=16, le=16_777_216)
@@ -128,11 +130,10 @@ class SandboxSettings(Section):
 
     @field_validator("mounts")
     @classmethod
-    def _mounts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _mounts(cls, value: tuple[Mount, ...]) -> tuple[Mount, ...]:
         targets: set[str] = set()
-        for spec in value:
-            check_mount(spec)
-            target = os.path.normpath(spec.split(":")[1])
+        for mount in value:
+            target = normalized(mount.target)
             if target in targets:
                 raise ValueError(f"two mounts have the target {shown(target)}; keep one")
             targets.add(target)
@@ -144,7 +145,7 @@ class SandboxSettings(Section):
         if value:
             absolute(value)
             try:
-                check_mount(f"{value}/data/sandbox:{WORKSPACE}")
+                Mount(f"{value}/data/sandbox", WORKSPACE)
             except ValueError:
                 raise ValueError(f"{shown(value)} cannot be mounted; it must hold no colon, . or .. part") from None
         return value

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
+from executor.sandbox.mount import Mount
 from executor.sandbox.profile import ContainerProfile
 
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)\Z", re.ASCII)
@@ -155,6 +156,15 @@ def parse_uid_range(value: object) -> UidRange:
     return UidRange(start, count)
 
 
+def parse_mount(value: object) -> Mount:
+    """A mount out of ``"/host/path:/container/path"`` or ``"/host/path:/container/path:ro"``."""
+    if isinstance(value, Mount):
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"{shown(value)} is not a text in quotes")  # noqa: TRY004 - see parse_duration
+    return Mount.parse(value)
+
+
 def absolute(value: object) -> Path:
     """An absolute path, as it is written: links and ``..`` are looked at when it is used."""
     path = Path(value) if isinstance(value, str | Path) and "\0" not in str(value) else Path()
@@ -209,6 +219,8 @@ Duration = Annotated[float, BeforeValidator(parse_duration)]
 DurationOrOff = Annotated[float | None, BeforeValidator(parse_duration_or_off)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 UidRangeField = Annotated[UidRange, BeforeValidator(parse_uid_range), PlainSerializer(str, return_type=str)]
+MountField = Annotated[Mount, BeforeValidator(parse_mount), PlainSerializer(str, return_type=str)]
+MountList = Annotated[tuple[MountField, ...], BeforeValidator(_tuple)]
 StringList = Annotated[tuple[str, ...], BeforeValidator(_tuple)]
 AbsolutePath = Annotated[Path, BeforeValidator(absolute)]
 PathList = Annotated[tuple[AbsolutePath, ...], BeforeValidator(_tuple)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Literal
 
 from executor.common.printable import printable
 from executor.engine.protocol import EngineInfo, ImageInfo
+from executor.sandbox.mount import Mount, lies_inside, normalized
 from pool.config.load import Settings, check_host
 from pool.doctor.probe import LIFETIME, Probed
 from pool.doctor.runc_cves import GUARDS, Judgement
@@ -32,25 +32,23 @@ class Check:
     remedy: str = ""
 
 
-def nested(mounts: Sequence[str], *, source: bool = False) -> list[str]:
+def nested(mounts: Sequence[Mount], *, source: bool = False) -> list[Mount]:
     """The mounts whose target (or ``source``) lies inside that of another one which tool code may write."""
-    parts = [spec.split(":") for spec in mounts]
-    paths = [posixpath.normpath(part[0 if source else 1]) for part in parts]
-    writable = ["ro" not in ",".join(part[2:]).split(",") for part in parts]
-    return [
-        spec
-        for spec, path in zip(mounts, paths, strict=True)
-        if any(free and path.startswith(f"{outer}/") for outer, free in zip(paths, writable, strict=True))
-    ]
+
+    def path(mount: Mount) -> str:
+        return normalized(mount.source if source else mount.target)
+
+    writable = [path(mount) for mount in mounts if not mount.read_only]
+    return [mount for mount in mounts if any(lies_inside(path(mount), outer) for outer in writable)]
 
 
 def host_checks(settings: Settings) -> list[Check]:
     """The configuration against this host: paths and commands. Memory is the engine's to tell."""
     problems = [text for text in check_host(settings, _ENDLESS) if not text.startswith(_MEMORY)]
     problems += [
-        f"sandbox.mounts: the source of {spec} lies inside a writable mount's; tool code can put a link to any place of "
+        f"sandbox.mounts: the source of {mount} lies inside a writable mount's; tool code can put a link to any place of "
         "the host there, and the next sandbox mounts that"
-        for spec in nested(settings.sandbox.mounts, source=True)
+        for mount in nested(settings.sandbox.mounts, source=True)
     ]
     if problems:
         return [Check("host", "fail", printable(text), "correct the configuration or the host") for text in problems]

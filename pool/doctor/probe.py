@@ -25,7 +25,8 @@ from executor.errors import EmberpoolError, ImageUnfit, ProfileMismatch
 from executor.sandbox.cold import ColdSpec, cold_call, has_python
 from executor.sandbox.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, Identity
 from executor.sandbox.request import Call
-from executor.sandbox.sandbox import Sandbox, SandboxSpec, start_sandbox
+from executor.sandbox.sandbox import Sandbox, SandboxSpec
+from executor.sandbox.start import start_sandbox
 from pool.config.load import Settings
 from pool.ledger.ledger import Entry, StateDirectory
 from pool.supervisor.containers import Connection, connection, runner_options
@@ -177,7 +178,7 @@ class _Bench:
                 try:
                     call = await _first_call(box)
                 finally:
-                    box.let_go()
+                    box.close_runners()
                     tasks.cancel_scope.cancel()
             seccomp = ", the strict seccomp profile too," if self._link.profile.seccomp == "strict" else ""
             return f"each point{seccomp} read back equal from the engine and from inside ({took:.1f} s); {call}"

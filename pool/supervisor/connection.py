@@ -50,7 +50,7 @@ def connection(settings: Settings, engine: Engine, info: EngineInfo, image: Imag
     """Everything fixed at create time, and a hash of it: two containers of one hash are interchangeable."""
     profile, box = shared_profile(settings, info, pool_id), settings.sandbox
     facts = {
-        "profile": asdict(profile),
+        "profile": {**asdict(profile), "mounts": [str(mount) for mount in profile.mounts]},
         "seccomp": _seccomp_digest(profile),
         "image": image.id,
         "user": box.user,

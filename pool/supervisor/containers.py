@@ -30,9 +30,11 @@ from executor.result import CallResult
 from executor.sandbox.arming import ArmingLimit
 from executor.sandbox.cold import ColdSpec, cold_call, has_python
 from executor.sandbox.host_files import require_host_files
+from executor.sandbox.mount import Mount
 from executor.sandbox.profile import LABEL_CONFIG, LABEL_INSTANCE, LABEL_KIND, LABEL_POOL, ContainerKind, Identity
 from executor.sandbox.request import Call
-from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox, take_over
+from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec
+from executor.sandbox.start import start_sandbox, take_over
 from executor.sandbox.verify import require_no_volumes
 from executor.staging.threads import StagingThreads
 from executor.staging.versions import Fingerprints, StageLimits
@@ -279,7 +281,7 @@ class ContainerManager:
         """Remove sandbox ``n``, and all that belongs to it once the container is confirmed absent. Raises the engine's error."""
         name, box = self.name(n), self.sandboxes.pop(n, None)
         if box is not None:
-            box.let_go()
+            box.close_runners()
         with _host_errors(f"removing {name}"):
             await self._remove(name)
         self._hub.forget(name)
@@ -342,7 +344,7 @@ class ContainerManager:
         policy = self._user_policy
         profile = link.profile
         if setting is not None:
-            mounts = (f"{setting.workspace}:{WORKSPACE}",)
+            mounts = (Mount(setting.workspace, WORKSPACE),)
             profile = replace(
                 profile, mounts=(*profile.mounts, *mounts), network=setting.network or "none", workdir=WORKSPACE
             )

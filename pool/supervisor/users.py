@@ -9,16 +9,17 @@ from pathlib import Path
 
 from executor.engine.protocol import ImageInfo
 from executor.errors import ProfileMismatch
+from executor.sandbox.mount import Mount
 from pool.config.types import UidRange
 
 
 @dataclass(frozen=True, slots=True)
 class UserPolicy:
-    """How users are chosen. ``setting`` is ``auto``, ``image`` or ``uid:gid``; ``mounts`` are ``-v`` specs."""
+    """How users are chosen. ``setting`` is ``auto``, ``image`` or ``uid:gid``; ``mounts`` are the containers' own."""
 
     setting: str
     uids: UidRange
-    mounts: tuple[str, ...] = ()
+    mounts: tuple[Mount, ...] = ()
 
     @property
     def keeper(self) -> str:
@@ -36,10 +37,9 @@ class UserPolicy:
             return _image_user(image)
         if self.setting != "auto":
             return self.setting
-        for spec in self.mounts:
-            source, _, *options = spec.split(":")
-            if "ro" not in (options[0].split(",") if options else []):
-                return _owner(source)
+        for mount in self.mounts:
+            if not mount.read_only:
+                return _owner(mount.source)
         if os.geteuid() != 0:
             return f"{os.geteuid()}:{os.getegid()}"
         used = set(taken)

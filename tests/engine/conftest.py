@@ -22,7 +22,8 @@ from executor.result import CallResult
 from executor.sandbox.cold import ColdSpec, cold_call
 from executor.sandbox.profile import LABEL_POOL, ContainerProfile, Identity
 from executor.sandbox.request import Call
-from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
+from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec
+from executor.sandbox.start import start_sandbox
 from tests.engine.faulty import IMAGE, report_recoveries
 from tests.engine.faulty import daemon as daemon
 from tests.engine.faulty import private_daemon as private_daemon
@@ -94,7 +95,7 @@ class Room:
             finally:
                 with anyio.CancelScope(shield=True):
                     if box is not None:
-                        box.let_go()
+                        box.close_runners()
                     await self.engine.remove(spec.identity.name)
 
     async def cold(

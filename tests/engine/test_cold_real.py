@@ -11,6 +11,7 @@ import pytest
 
 from executor.engine.protocol import ImageInfo
 from executor.errors import EmberpoolError, ImageMissing, InvalidCall, ProfileMismatch, SandboxDied
+from executor.sandbox.mount import Mount
 from executor.sandbox.profile import LABEL_POOL, Limits
 from executor.sandbox.request import Call
 from pool.config.load import Settings
@@ -135,7 +136,7 @@ async def test_cold_refusals_are_typed_and_start_nothing(real_engine: Room, tmp_
         with pytest.raises(ProfileMismatch, match="/data"):
             await real_engine.cold(Call(argv=("env",)), image=volume)
         with pytest.raises(EmberpoolError) as caught:
-            await real_engine.cold(Call(code="1"), mounts=(f"{tmp_path}/absent-{'x' * 300}:/data:ro",))
+            await real_engine.cold(Call(code="1"), mounts=(Mount(f"{tmp_path}/absent-{'x' * 300}", "/data", ("ro",)),))
     assert not isinstance(caught.value, SandboxDied)
 
 

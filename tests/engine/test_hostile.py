@@ -197,19 +197,19 @@ if os.fork() == 0:
 async def test_runner_that_is_stopped_after_its_answer_costs_the_sandbox_within_a_second(
     real_engine: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish = ArmedRunner.finish
+    clean_up = ArmedRunner.clean_up
 
     async def late(runner: ArmedRunner, *, sweep: bool) -> None:
         await anyio.sleep(0.5)
-        await finish(runner, sweep=sweep)
+        await clean_up(runner, sweep=sweep)
 
-    # With several runners an answered one waits to be told how to clean up: time for who is left to stop it.
-    monkeypatch.setattr(ArmedRunner, "finish", late)
+    # With several runners an answered one waits until it is asked to clean up: time for who is left to stop it.
+    monkeypatch.setattr(ArmedRunner, "clean_up", late)
     async with real_engine.armed(parallel=2) as box:
         result = await box.call(Call(code=PRELUDE + STOPS_ITS_RUNNER))
         assert (result.exit_code, result.timed_out) == (0, False)
         await until(lambda: box.poisoned, limit=10)
-        with pytest.raises(SandboxDied, match="nothing new within 1 s while cleaning") as caught:
+        with pytest.raises(SandboxDied, match="no heartbeat or progress within 1 s while cleaning") as caught:
             await box.call(Call(code=WHO))
         assert not caught.value.started
 

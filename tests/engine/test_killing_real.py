@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -10,11 +10,12 @@ import pytest
 
 from executor.engine.docker import CommandLineEngine
 from executor.engine.protocol import ContainerGone
+from executor.errors import SandboxDied
 from executor.result import CallResult
 from executor.sandbox.request import Call
 from tests.engine.conftest import Room
 from tests.engine.faulty import until
-from tests.engine.steered import processes
+from tests.engine.steered import clients, kill_clients, processes
 from tests.support.pools import outcome
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
@@ -52,6 +53,34 @@ async def test_timed_out_cold_call_is_killed_and_answered_while_every_question_w
         result = await real_engine.cold(CROWD, python=False)
         assert not processes("sleep", SECONDS)
     assert result.timed_out
+
+
+@pytest.mark.parametrize("kind", ["plain", "cold"])
+async def test_call_whose_client_is_killed_has_no_result(real_engine: Room, kind: str) -> None:
+    """The code ends by itself a second later, and what it printed then is lost."""
+    call, answers = Call(code=f"import time; time.sleep(1.0); print({SECONDS})"), list[object]()
+
+    async def end_with(run: Callable[[Call], Awaitable[CallResult]]) -> None:
+        async with anyio.create_task_group() as tasks:
+
+            async def one() -> None:
+                answers.append(await outcome(lambda: run(call)))
+
+            tasks.start_soon(one)
+            await until(lambda: clients(word))
+            await anyio.sleep(0.7)
+            kill_clients(word)
+
+    if kind == "cold":
+        word = "run"
+        await end_with(real_engine.cold)
+    else:
+        word = "exec"
+        async with real_engine.sandbox() as box:
+            await end_with(box.call)
+    (error,) = answers
+    assert isinstance(error, SandboxDied), error
+    assert error.started
 
 
 async def test_kill_returns_once_all_that_ran_is_dead(real_engine: Room) -> None:

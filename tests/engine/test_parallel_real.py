@@ -76,7 +76,9 @@ async def rested(box: Sandbox) -> None:
     """Wait until every runner waits for a call."""
     runners = box._runners
     assert runners is not None
-    await until(lambda: all(one is not None and one.state is RunnerState.ARMED for one in runners._lanes), limit=30)
+    await until(
+        lambda: all(one is not None and one.state is RunnerState.ARMED for one in runners.lanes.runners), limit=30
+    )
 
 
 def printed(answer: object) -> bytes:

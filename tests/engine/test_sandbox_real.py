@@ -17,8 +17,8 @@ import pytest
 from executor.errors import EngineFailed, InvalidCall, ProfileMismatch, SandboxDied
 from executor.sandbox.profile import PROXY_VARIABLES, ContainerProfile, Limits
 from executor.sandbox.request import Call
-from executor.sandbox.sandbox import start_sandbox
 from executor.sandbox.seccomp import strict_profile
+from executor.sandbox.start import start_sandbox
 from executor.sandbox.verify import check_inspect
 from tests.engine.conftest import KEEPER, Room
 from tests.engine.tiny import tiny_image, volume_image

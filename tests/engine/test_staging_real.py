@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from executor.sandbox.request import Call
-from executor.sandbox.sandbox import Sandbox, start_sandbox
+from executor.sandbox.sandbox import Sandbox
+from executor.sandbox.start import start_sandbox
 from executor.staging.versions import Staging
 from tests.engine.conftest import Room
 

@@ -426,7 +426,7 @@ async def test_a_file_that_is_not_there_is_told_with_its_directory(shop: Shop, p
     (shop.tools.root / "tool" / "folder.py").mkdir()
     for file in ("gone.py", "folder.py"):
         said = await refused(shop, shop.plan("tool", file=f"tool/{file}", place=place))
-        assert f"has no file '{file}'; bring the file, or correct its path" in said
+        assert f"has no file '{file}'; add the file, or correct its path" in said
     assert "cannot be found" in await refused(shop, shop.plan("tool", file="gone/tool.py", place=place))
 
 

@@ -85,11 +85,11 @@ async def test_image_without_sleep_is_refused_by_that_name(real_engine: Room, tm
 @pytest.mark.parametrize(
     ("files", "match"),
     [
-        ({PLACE: WRAPPER.format("echo welcome\nexec ", "")}, "prints something of its own.*'welcome'"),
-        ({"usr/lib/python3.11/sitecustomize.py": "print('hello')"}, "prints something of its own.*'hello'"),
+        ({PLACE: WRAPPER.format("echo welcome\nexec ", "")}, "prints text of its own.*'welcome'"),
+        ({"usr/lib/python3.11/sitecustomize.py": "print('hello')"}, "prints text of its own.*'hello'"),
         ({PLACE: "#!/bin/sh\necho no license >&2\nexit 3\n"}, "exit status 3: no license"),
         ({"usr/lib/python3.11/ctypes/__init__.py": "raise ImportError('no libffi')"}, "exit status 1.*no libffi"),
-        ({PLACE: WRAPPER.format("echo ", "")}, "cannot carry calls out, exit status 0"),
+        ({PLACE: WRAPPER.format("echo ", "")}, "cannot run calls, exit status 0"),
     ],
     ids=["banner", "sitecustomize", "fails", "no ctypes", "no interpreter"],
 )
@@ -113,7 +113,7 @@ async def test_python_that_is_a_wrapper_serves_where_it_execs_and_is_refused_whe
     async with real_engine.armed(image=image) as box:
         assert (await box.call(Call(code="print(1)"))).stdout == b"1\n"
     image = await changed_image(real_engine, tmp_path, {PLACE: WRAPPER.format("", "exit $?\n")})
-    with unfit("python3 is a wrapper that stays.*/usr/local/bin/python3"):
+    with unfit("python3 is a wrapper that keeps running.*/usr/local/bin/python3"):
         async with real_engine.armed(image=image):
             pass
 

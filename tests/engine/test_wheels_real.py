@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from anyio import to_thread
 
+from executor.sandbox.mount import Mount
 from executor.sandbox.profile import Limits
 from executor.sandbox.request import Call
 from tests.engine.conftest import Room
@@ -58,7 +59,7 @@ async def test_numpy_pandas_and_pip_work_in_a_session(real_engine: Room, tmp_pat
     wheels.mkdir()
     version = (await real_engine.cold(Call(code="import sys; print('%d.%d' % sys.version_info[:2])"))).stdout.decode()
     await to_thread.run_sync(download, wheels, version.strip())
-    changes = {"mounts": (f"{wheels}:/wheels:ro",), "limits": Limits(memory_mb=1024)}
+    changes = {"mounts": (Mount(str(wheels), "/wheels", ("ro",)),), "limits": Limits(memory_mb=1024)}
     async with real_engine.armed(profile=changes) as box:
         for call, said in ((Call(code=COMPUTE), b"numpy pandas\n"), (Call(code=INSTALL), b"0 /tmp/site/six.py\n")):
             done = await box.call(call)

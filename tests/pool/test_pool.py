@@ -119,6 +119,26 @@ async def test_a_cold_call_without_the_proof_of_its_boundary_never_began(
     assert (done.stdout, done.stdout_total) == (b"x\n", 2)
 
 
+@pytest.mark.parametrize("proof", [PROVED, b""])
+async def test_a_cold_call_whose_client_is_lost_has_no_result_and_may_have_run(
+    pool: SandboxPool, engine: ScriptedEngine, proof: bytes
+) -> None:
+    """What it printed afterwards is lost, and without a client nothing proves that it never began."""
+    engine.proof = proof
+    answers: list[object] = []
+
+    async def call() -> None:
+        answers.append(await outcome(lambda: pool.call_cold(code="sleep 0.3; echo x; exit 0")))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(call)
+        await until(lambda: any(box.busy for box in engine.boxes.values()), limit=5)
+        engine.kill_clients()
+    (error,) = answers
+    assert isinstance(error, SandboxDied)
+    assert (error.cause, error.started) == ("unknown", True)
+
+
 async def test_a_cold_call_of_which_no_event_tells_may_have_run_and_is_not_refused(
     pool: SandboxPool, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,8 +437,8 @@ async def test_an_engines_event_holds_nothing_of_a_call(pool: SandboxPool, engin
     session = await pool.acquire("agent", "session")
     await session.call(code="echo SECRET-CODE", env={"A": "SECRET-VALUE"}, stdin=b"SECRET-STDIN")
     await pool.call_cold(["echo", "SECRET-ARG"], env={"A": "SECRET-VALUE"}, stdin=b"SECRET-STDIN")
-    assert engine.told
-    assert "SECRET" not in repr(engine.told)
+    assert engine.sent
+    assert "SECRET" not in repr(engine.sent)
     assert "SECRET" not in repr(engine.started)
 
 

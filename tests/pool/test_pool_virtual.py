@@ -312,7 +312,7 @@ async def test_a_start_that_never_told_its_container_stays_in_the_ledger_for_a_w
         await (await acquired(pool, within=100)).close()
         await until(lambda: not engine.boxes)
         entries = [file.stem for file in (state_dir / "ledger").iterdir()]
-        assert entries == list(engine.untold)
+        assert entries == list(engine.unanswered)
         assert bool(entries) == asked
         await anyio.sleep(LATE_START + 20)
         assert list((state_dir / "ledger").iterdir()) == []
@@ -339,7 +339,7 @@ async def test_a_start_that_is_carried_out_late_is_removed(engine: ScriptedEngin
     engine.faults["start"] = [Fault(hang=True)]
     async with running(engine, settings_of(state_dir, resync_interval=10)) as pool:
         await (await acquired(pool, within=100)).close()
-        (name,) = engine.untold
+        (name,) = engine.unanswered
         await anyio.sleep(20)
         assert engine.boxes == {}
         engine.carry_out_late(name)
@@ -416,7 +416,7 @@ async def test_a_paused_sandbox_is_dead_to_its_session(engine: ScriptedEngine, s
     async with running(engine, settings_of(state_dir)) as pool:
         session = await pool.acquire("agent", "session")
         first, box = session.generation, engine.the_box()
-        engine._tell("pause", box)
+        engine._event("pause", box)
         await anyio.sleep(0.1)
         result = await session.call(code="echo on")
         assert (result.stdout, result.generation != first) == (b"on\n", True)

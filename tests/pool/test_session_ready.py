@@ -52,8 +52,8 @@ async def test_ready_returns_once_the_next_runner_is_armed(engine_settings: Sett
             await session.call(code="print(1)")
             runners = next(iter(pool._shell.containers.sandboxes.values()))._runners
             assert runners is not None
-            before = runners._lanes[0]
+            before = runners.lanes.runners[0]
             await session.ready()
-            assert runners._lanes[0] is not None
-            assert runners._lanes[0] is not before
-            assert runners._lanes[0].state is RunnerState.ARMED
+            assert runners.lanes.runners[0] is not None
+            assert runners.lanes.runners[0] is not before
+            assert runners.lanes.runners[0].state is RunnerState.ARMED

@@ -225,7 +225,7 @@ async def test_each_call_sees_its_directory_as_it_is_then(
         file.unlink()
         error = await outcome(lambda: pool.run_tool(plan, {}, session="s"))
         assert isinstance(error, InvalidCall)
-        assert "has no file 'tool.py'; bring the file, or correct its path" in str(error)
+        assert "has no file 'tool.py'; add the file, or correct its path" in str(error)
 
 
 async def test_a_handle_calls_tools_of_allowed_directories_and_none_once_it_is_released(

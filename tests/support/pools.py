@@ -92,9 +92,9 @@ def assert_closed(pool: SandboxPool, engine: ScriptedEngine) -> None:
     path = pool.settings.pool.state_dir
     with contextlib.suppress(FileNotFoundError):
         for file in (path / "ledger").iterdir():
-            assert file.stem in engine.untold
+            assert file.stem in engine.unanswered
             assert json.loads(file.read_text())["container"] == ""
-        assert {place.name for place in (path / "staging").iterdir()} <= engine.untold.keys()
+        assert {place.name for place in (path / "staging").iterdir()} <= engine.unanswered.keys()
     assert pool._shell.state.sandboxes == {}
     assert pool._shell.containers.names == set()
     assert pool._shell.hub.names() == []

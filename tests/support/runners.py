@@ -12,7 +12,8 @@ from anyio.abc import TaskGroup
 
 from executor.engine.events import EventHub
 from executor.sandbox.profile import LABEL_POOL, ContainerProfile, Identity
-from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec, start_sandbox
+from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec
+from executor.sandbox.start import start_sandbox
 from tests.support.scripted import IMAGE, ScriptedEngine
 
 NAME = "emberpool-test-1"

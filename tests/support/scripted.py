@@ -82,11 +82,12 @@ class ScriptedEngine:
     """See the module. ``latency`` is seconds by operation (``info image start attach inspect kill remove list``).
 
     ``faults[operation]`` is used up from its front; ``always[operation]`` holds for as long as it stands.
-    ``lose`` are event actions that are never told; ``repeat`` tells each event twice; ``event_delay`` tells them late.
-    ``patch`` changes an inspect record; ``inside`` changes what a probe or a hello tells of each file, ``hello`` a hello's
+    ``lose`` are event actions that are never sent; ``repeat`` sends each event twice; ``event_delay`` sends them late.
+    ``patch`` changes an inspect record; ``inside`` changes the files that a probe or a hello reads, ``hello`` a hello's
     facts. ``misdeeds`` are what runners do wrong, by place (``tests.support.scripted_runner``); ``runners`` are all that there
-    were. ``gates`` are the names that a call's step ``gate NAME`` waits for. Without ``python`` the image has none. ``untold`` are the starts whose container's ID was never told. ``before``
-    is called with each operation; ``asked`` counts them; ``told`` are all events.
+    were. ``gates`` are the names that a call's step ``gate NAME`` waits for. Without ``python`` the image has none.
+    ``unanswered`` are the starts whose container's ID was never returned. ``before`` is called with each operation;
+    ``asked`` counts them; ``sent`` are all events.
     """
 
     def __init__(self, *, latency: dict[str, float] | None = None) -> None:
@@ -109,9 +110,9 @@ class ScriptedEngine:
         self.boxes: dict[str, Box] = {}
         self.asked: Counter[str] = Counter()
         self.started: list[RunWords] = []
-        self.untold: dict[str, RunWords] = {}
+        self.unanswered: dict[str, RunWords] = {}
         self.most = 0
-        self.told: list[EngineEvent] = []
+        self.sent: list[EngineEvent] = []
         self._late: deque[EngineEvent] = deque()
         self._listeners: list[MemoryObjectSendStream[EngineEvent]] = []
         self._clients: set[ScriptedChannel] = set()
@@ -128,7 +129,7 @@ class ScriptedEngine:
         await self._tasks.__aexit__(None, None, None)
 
     async def find(self) -> tuple[ScriptedEngine, EngineInfo]:
-        """What a pool is given as its ``find``."""
+        """The engine and its description, as a pool's ``find`` returns them."""
         return self, await self.info()
 
     # --- what a test does to it ---------------------------------------------------------------------------------------
@@ -152,8 +153,8 @@ class ScriptedEngine:
             channel.kill()
 
     def carry_out_late(self, name: str) -> Box:
-        """The daemon gets round to a start that its client gave up."""
-        return self._run_detached(self.untold[name])
+        """The daemon carries out a start that its client gave up."""
+        return self._run_detached(self.unanswered[name])
 
     def cut_events(self) -> None:
         """Only the event streams end."""
@@ -174,9 +175,9 @@ class ScriptedEngine:
         for scope in (box.main, *box.left):
             if scope is not None:
                 scope.cancel()
-        self._tell("die", box, exit_code=code)
+        self._event("die", box, exit_code=code)
         if self.boxes.pop(box.name, None) is not None:
-            self._tell("destroy", box)
+            self._event("destroy", box)
 
     def foreign(self, name: str, labels: dict[str, str] | None = None) -> Box:
         """Somebody else's container."""
@@ -205,10 +206,10 @@ class ScriptedEngine:
 
     async def start(self, args: Sequence[str]) -> str:
         words = RunWords.parse(args)
-        self.untold[words.name] = words
+        self.unanswered[words.name] = words
         async with self._doing("start"):
             box = self._run_detached(words)
-        del self.untold[words.name]
+        del self.unanswered[words.name]
         return box.id
 
     def _run_detached(self, words: RunWords) -> Box:
@@ -267,7 +268,7 @@ class ScriptedEngine:
         begin = int(seconds) * 1_000_000_000 + int(nanos.ljust(9, "0"))
         with send, receive:
             if self.up_now:
-                for event in self.told:
+                for event in self.sent:
                     if event.time >= begin:
                         send.send_nowait(event)
                 self._listeners.append(send)
@@ -330,8 +331,8 @@ class ScriptedEngine:
         box = self.boxes[words.name] = Box(self._new_id(), words, IMAGE)
         self.started.append(words)
         self.most = max(self.most, len(self.boxes))
-        self._tell("create", box)
-        self._tell("start", box)
+        self._event("create", box)
+        self._event("start", box)
         return box
 
     async def _sleep_out(self, box: Box) -> None:
@@ -374,16 +375,16 @@ class ScriptedEngine:
         if box is None:
             raise ContainerGone(f"No such container: {name}")
         exec_id, code = self._new_id(), 0
-        self._tell("exec_create", box, detail=" ".join(argv), exec_id=exec_id)
+        self._event("exec_create", box, detail=" ".join(argv), exec_id=exec_id)
         with anyio.CancelScope() as scope:
             box.execs[exec_id] = scope
             code = await self._program(channel, box, argv, user, exec_id)
         if box.execs.pop(exec_id, None) is not None:
-            self._tell("exec_die", box, exec_id=exec_id, exit_code=code)
+            self._event("exec_die", box, exec_id=exec_id, exit_code=code)
         channel.end(137 if scope.cancelled_caught else code)
 
     def _end_exec(self, box: Box, exec_id: str) -> None:
-        self._tell("exec_die", box, exec_id=exec_id, exit_code=137)
+        self._event("exec_die", box, exec_id=exec_id, exit_code=137)
         box.execs.pop(exec_id).cancel()
 
     async def _program(self, channel: ScriptedChannel, box: Box, argv: tuple[str, ...], user: str, exec_id: str) -> int:
@@ -392,7 +393,7 @@ class ScriptedEngine:
                 self.die(box, int(rest))
                 await anyio.sleep_forever()
             elif word == "oom":
-                self._tell("oom", box)
+                self._event("oom", box)
                 if exec_id in box.execs:
                     self._end_exec(box, exec_id)
                 elif not exec_id:
@@ -407,7 +408,7 @@ class ScriptedEngine:
                 # The process ends, and something that it started keeps its streams open.
                 if exec_id in box.execs:
                     box.left.append(box.execs.pop(exec_id))
-                    self._tell("exec_die", box, exec_id=exec_id, exit_code=int(rest))
+                    self._event("exec_die", box, exec_id=exec_id, exit_code=int(rest))
                     await anyio.sleep_forever()
             elif word == "kill":
                 raise ProgramEnded(signal=int(rest))
@@ -451,8 +452,8 @@ class ScriptedEngine:
         facts = hello_of(box.words, user, self.inside)
         facts["alone"] = box.busy == 0
         self.hello(facts)
-        tell_oom = partial(self._tell, "oom", box)
-        runner = ScriptedRunner(self, channel, facts, special=special, tell_oom=tell_oom, busy=busy, sweep=sweep)
+        send_oom = partial(self._event, "oom", box)
+        runner = ScriptedRunner(self, channel, facts, special=special, send_oom=send_oom, busy=busy, sweep=sweep)
         self.runners.append(runner)
         return await runner.run()
 
@@ -461,7 +462,7 @@ class ScriptedEngine:
         self._clock = max(self._clock + 1, int((EPOCH + anyio.current_time()) * 1e9))
         return self._clock
 
-    def _tell(
+    def _event(
         self, action: str, box: Box, *, detail: str = "", exec_id: str = "", exit_code: int | None = None
     ) -> None:
         if action in self.lose:
@@ -473,17 +474,17 @@ class ScriptedEngine:
         for _ in range(2 if self.repeat else 1):
             if self.event_delay:
                 self._late.append(event)
-                self._tasks.start_soon(self._tell_late)
+                self._tasks.start_soon(self._send_late)
             else:
                 self._send(event)
 
-    async def _tell_late(self) -> None:
+    async def _send_late(self) -> None:
         await anyio.sleep(self.event_delay)
         # Late, but in order: tasks that wake at one moment may run in any.
         self._send(self._late.popleft())
 
     def _send(self, event: EngineEvent) -> None:
-        self.told.append(event)
+        self.sent.append(event)
         for listener in self._listeners:
             listener.send_nowait(event)
 

@@ -17,7 +17,7 @@ from anyio.lowlevel import checkpoint
 
 from executor.engine.protocol import ImageInfo
 from executor.sandbox.seccomp import WITNESS_ERRNO
-from executor.sandbox.verify import INSIDE_FILES
+from executor.sandbox.verify_inside import INSIDE_FILES
 
 SWITCHES = frozenset({"--rm", "-i", "--read-only", "-d", "--init", "--no-healthcheck"})
 

@@ -2,7 +2,8 @@
 
 A misdeed is a coroutine function that is run once at one place of a runner's life (``ScriptedEngine.misdeeds``): before
 its ``hello``, before it is ``armed``, once it rests armed (``idle``), when a ``call`` has come, and before ``done``,
-before it is ``told`` how to clean up (where it shares its sandbox) and before ``clean``. Where it returns true, what the runner would have said there is left out.
+before it reads how to clean up (``finish``, where it shares its sandbox) and before ``clean``. Where it returns true, the
+frame that the runner would have sent there is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SIGTERM, SIGKILL, SIGXCPU = 15, 9, 24
 
 
 def runner_program() -> bytes:
-    """What the host sends first where it wants a runner."""
+    """The program that the host sends first to start a runner."""
     return inside.source("runner").encode()
 
 
@@ -88,7 +89,7 @@ def takes(seconds: float) -> Misdeed:
 
 
 def cleans_for(seconds: float) -> Misdeed:
-    """Have much to clean up, and give signs of life meanwhile."""
+    """Have much to clean up, and send heartbeats meanwhile."""
 
     async def misdeed(runner: ScriptedRunner) -> bool:
         until = anyio.current_time() + seconds
@@ -147,7 +148,7 @@ class Program:
             case "kill":
                 raise ProgramEnded(signal=int(rest))
             case "oom":
-                self.runner.tell_oom()
+                self.runner.send_oom()
                 raise ProgramEnded(signal=SIGKILL, oom=True)
             case "burn":
                 self.cpu_seconds = float(self.runner.config["cpu_seconds"])
@@ -206,8 +207,8 @@ class Engine(Protocol):
 
 class ScriptedRunner:
     """One runner, from its loader to its end. ``hello`` are its facts; ``most_input`` the most stdin that ever waited;
-    ``served`` the code of its calls; ``told`` what each FINISH told it: whether to sweep, which
-    ``sweep`` does to the other execs."""
+    ``served`` the code of its calls; ``sweeps`` whether each FINISH asked for a sweep, which ``sweep`` does to the other
+    execs."""
 
     def __init__(
         self,
@@ -216,16 +217,16 @@ class ScriptedRunner:
         hello: dict[str, Any],
         *,
         special: Special,
-        tell_oom: Callable[[], None],
+        send_oom: Callable[[], None],
         busy: Callable[[int], None],
         sweep: Callable[[], None],
     ) -> None:
         self.channel, self.hello = channel, hello
-        self.special, self.tell_oom, self._busy, self.sweep = special, tell_oom, busy, sweep
+        self.special, self.send_oom, self._busy, self.sweep = special, send_oom, busy, sweep
         self.seq = self.most_input = 0
         self.heard: list[int] = []
         self.served: list[str] = []
-        self.told: list[bool] = []
+        self.sweeps: list[bool] = []
         self._inbox = bytearray()
         self.config: dict[str, Any] = {}
         self._engine = engine
@@ -270,23 +271,23 @@ class ScriptedRunner:
             program = await self._serve(payload)
             if not await self._place("done"):
                 self.say(wire.DONE, program.report())
-            beside = self.config["shared"] and not await self._told_to_sweep()
+            beside = self.config["shared"] and not await self._asked_to_sweep()
             if not await self._place("clean"):
                 self.say(wire.DIRTY if program.dirty else wire.CLEAN, b"0.001")
             left -= not beside
             if program.dirty or program.host_gone or (not beside and (program.cancelled or left == 0)):
                 return
 
-    async def _told_to_sweep(self) -> bool:
-        if await self._place("told"):
+    async def _asked_to_sweep(self) -> bool:
+        if await self._place("finish"):
             return False
         while (frame := await self._frame()) is not None:
             kind, seq, payload = frame
             if kind == wire.FINISH and seq == self.seq:
-                self.told.append(payload == wire.FINISH_ALL)
-                if self.told[-1]:
+                self.sweeps.append(payload == wire.FINISH_ALL)
+                if self.sweeps[-1]:
                     self.sweep()
-                return self.told[-1]
+                return self.sweeps[-1]
         return True
 
     async def _frame(self) -> tuple[int, int, bytes] | None:
@@ -356,7 +357,7 @@ class ScriptedRunner:
         program.stopping.set()
 
     async def _pump(self, program: Program) -> None:
-        """Move stdin into the pipe of the process as that reads, and tell the host how much was moved."""
+        """Move stdin into the pipe of the process as that reads, and report to the host how much was moved."""
         while True:
             while len(program.stdin.buffer) >= PIPE:
                 await program.stdin.drained()

@@ -16,7 +16,7 @@ from executor.engine.protocol import Channel
 from executor.sandbox import wire
 from executor.sandbox.request import Call
 from executor.sandbox.runner_client import RunnerConfig
-from executor.sandbox.runners import Place, Runners
+from executor.sandbox.runners import RunnerContext, Runners
 from tests.support.wire import call_header, report
 
 HEADER = 9
@@ -159,7 +159,7 @@ class Room:
         hub.connected = True
         self.watch = hub.watch("box")
         self.runners = Runners(
-            Place(
+            RunnerContext(
                 engine=self,  # type: ignore[arg-type]
                 hub=hub, watch=self.watch, user="1:1", config=RunnerConfig(keeper="1", files=()),
                 grace=grace, check=lambda facts: None, kill=self._kill,
@@ -189,7 +189,7 @@ class Room:
                 made.close()
 
     async def ready(self) -> None:
-        await self.runners.armed(5.0)
+        await self.runners.wait_armed(5.0)
 
 
 @asynccontextmanager
@@ -197,7 +197,7 @@ async def room(tool: Callable[[Exec], Awaitable[None]], *, grace: float = 0.5) -
     """Runners that are kept armed while the block lasts."""
     made = Room(tool, grace)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(made.runners.keep)
+        tasks.start_soon(made.runners.run)
         await made.ready()
         yield made
         made.runners.close()

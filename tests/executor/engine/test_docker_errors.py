@@ -50,6 +50,19 @@ def test_recorded_message_becomes_its_typed_error(engine: str, case: str) -> Non
     assert str(error).count("asking") == 1
 
 
+@pytest.mark.parametrize("engine", ERRORS)
+def test_missing_container_runtime_names_the_setting_and_where_to_look(engine: str) -> None:
+    code, stderr = ERRORS[engine]["bad_runtime"]
+    message = str(classify(stderr.encode(), code, "starting a container"))
+    assert message.startswith(
+        "starting a container: the engine does not have the container runtime that sandbox.runtime"
+    )
+    assert "`docker info`" in message
+    assert "nope" in message
+    code, stderr = ERRORS[engine]["unknown_flag"]
+    assert "sandbox.runtime" not in str(classify(stderr.encode(), code, "starting a container"))
+
+
 def test_every_engine_was_recorded() -> None:
     assert set(ERRORS) == {"docker 20.10", "docker 28", "podman 4.3"}
     assert len(RECORDED) >= 38

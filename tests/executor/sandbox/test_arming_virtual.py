@@ -12,7 +12,7 @@ import pytest
 
 from executor.result import CallResult
 from executor.sandbox.arming import AT_ONCE, SLOT_TIME, ArmingLimit
-from executor.sandbox.runners import START_TIMEOUT
+from executor.sandbox.runner_supervision import START_TIMEOUT
 from pool.pool import SandboxPool
 from pool.session import Session
 from tests.support.pools import (
@@ -189,7 +189,7 @@ async def test_sandbox_that_is_let_go_while_its_engine_is_away_waits_for_nothing
         engine.down()
         await anyio.sleep(10)
         await session.close()
-        await until(lambda: box._runners is not None and box._runners.over)
+        await until(lambda: box._runners is not None and box._runners.closed)
         await anyio.sleep(1)
         assert box._runners is not None
         assert not box._runners._pauses

@@ -110,7 +110,7 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(place: Path) 
     assert (place / "file").read_bytes() == b"old"
 
 
-def test_a_write_that_is_told_to_end_leaves_nothing_half_written(place: Path) -> None:
+def test_a_write_that_is_asked_to_end_leaves_nothing_half_written(place: Path) -> None:
     request = files.write_request(str(place / "file"), b"x" * 1_000, parents=False, max_input=MAX)
     command = [sys.executable, "-I", "-B", "-c", files.program()]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
@@ -173,14 +173,14 @@ def test_only_regular_files_are_read_and_replaced(place: Path) -> None:
         write(place / "pipe/file", b"x")
 
 
-def test_a_file_that_is_too_large_is_not_read_and_its_size_is_told(place: Path) -> None:
+def test_a_file_that_is_too_large_is_not_read_and_its_size_is_reported(place: Path) -> None:
     (place / "file").write_bytes(b"x" * 11)
     assert read(place / "file", 11) == b"x" * 11
     with failure("EFBIG", "it is 11 bytes", "at most 10"):
         read(place / "file", 10)
 
 
-def test_a_listing_tells_kinds_sizes_and_times_of_every_name(place: Path) -> None:
+def test_a_listing_reports_kinds_sizes_and_times_of_every_name(place: Path) -> None:
     odd = os.fsdecode(b"not-\xff-utf8\n")
     (place / odd).write_bytes(b"12345")
     (place / "dir").mkdir()

@@ -8,19 +8,20 @@ import pytest
 
 from executor.errors import ProfileMismatch
 from executor.sandbox.host_files import require_host_files
+from executor.sandbox.mount import Mount
 from executor.sandbox.profile import ContainerProfile
 from pool.pool import SandboxPool
 from tests.support.pools import outcome, settings_of, until
 from tests.support.scripted import ScriptedEngine
 
 
-@pytest.mark.parametrize("options", ["", ":ro"])
-def test_missing_mount_source_is_refused_and_not_made(tmp_path: Path, options: str) -> None:
+@pytest.mark.parametrize("options", [(), ("ro",)])
+def test_missing_mount_source_is_refused_and_not_made(tmp_path: Path, options: tuple[str, ...]) -> None:
     source = tmp_path / "nowhere"
     with pytest.raises(ProfileMismatch, match=r"mount source .*nowhere cannot be used: No such file"):
-        require_host_files(ContainerProfile(mounts=(f"{source}:/data{options}",)))
+        require_host_files(ContainerProfile(mounts=(Mount(str(source), "/data", options),)))
     source.mkdir()
-    require_host_files(ContainerProfile(mounts=(f"{source}:/data{options}",)))
+    require_host_files(ContainerProfile(mounts=(Mount(str(source), "/data", options),)))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"print(1)", b"[]", b"{}", b"\xff", b"[" * 100_000])
@@ -38,7 +39,7 @@ def test_seccomp_profile_that_is_none_is_refused(tmp_path: Path, content: bytes 
 @pytest.mark.parametrize("what", ["mounts", "seccomp"])
 async def test_start_that_would_lack_a_file_is_refused_before_anything_is_made(tmp_path: Path, what: str) -> None:
     missing = tmp_path / "nowhere"
-    value = {"mounts": (f"{missing}:/data:ro",), "seccomp": str(missing)}[what]
+    value = {"mounts": (Mount(str(missing), "/data", ("ro",)),), "seccomp": str(missing)}[what]
     async with ScriptedEngine() as engine:
         settings = settings_of(tmp_path / "state")
         settings = settings.model_copy(update={"sandbox": settings.sandbox.model_copy(update={what: value})})

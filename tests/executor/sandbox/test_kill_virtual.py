@@ -13,7 +13,7 @@ from executor.errors import EngineFailed, SandboxDied
 from executor.result import CallResult
 from executor.sandbox import wire
 from executor.sandbox.kill import KILL_PATIENCE
-from executor.sandbox.runners import ANSWER_PATIENCE
+from executor.sandbox.runner_call import ANSWER_PATIENCE
 from executor.sandbox.wire import encode
 from pool.pool import SandboxPool
 from tests.support.pools import LATENCY, outcome, running, settings_of, until, virtual_backend, wall_clock_follows
@@ -122,11 +122,11 @@ async def test_engine_that_is_away_is_not_waited_for(engine: ScriptedEngine, sta
         call = await call_of(kind, pool, engine)
         began, answers = anyio.current_time(), list[object]()
 
-        async def told() -> None:
+        async def run() -> None:
             answers.append(await outcome(call))
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(told)
+            tasks.start_soon(run)
             await anyio.sleep(1)
             engine.up_now = False  # it answers nobody any more, and its clients have not noticed
             engine.cut_events()
@@ -137,7 +137,29 @@ async def test_engine_that_is_away_is_not_waited_for(engine: ScriptedEngine, sta
         engine.up()
 
 
-async def test_call_whose_runner_broke_the_protocol_is_told_of_the_engine_where_that_does_not_kill(
+async def test_plain_call_whose_client_is_lost_has_no_result_and_costs_its_sandbox(
+    engine: ScriptedEngine, state_dir: Path
+) -> None:
+    """It ends well inside, and what it printed after its client had gone is lost."""
+    engine.python = False
+    async with running(engine, settings_of(state_dir)) as pool:
+        session = await pool.acquire("agent", "session")
+        answers: list[object] = []
+
+        async def call() -> None:
+            answers.append(await outcome(lambda: session.call(["sleep 1; echo x; exit 0"], timeout=5)))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call)
+            await until(lambda: running_on(engine) == 1, limit=5)
+            engine.kill_clients()
+        (error,) = answers
+        assert isinstance(error, SandboxDied), error
+        assert (error.cause, error.started) == ("unknown", True)
+        assert running_on(engine) == 0
+
+
+async def test_call_whose_runner_broke_the_protocol_names_the_engine_where_that_does_not_kill(
     engine: ScriptedEngine, state_dir: Path
 ) -> None:
     async with running(engine, settings_of(state_dir)) as pool:

@@ -72,7 +72,7 @@ class Calls:
 
 
 def _told(place: Site) -> list[bool]:
-    return sorted(told for runner in place.engine.runners for told in runner.told)
+    return sorted(sweep for runner in place.engine.runners for sweep in runner.sweeps)
 
 
 def _died(answer: object, cause: str) -> None:
@@ -110,7 +110,7 @@ async def test_callers_that_come_at_one_moment_never_claim_the_same_runner(place
     assert calls.right(*"abcd")
 
 
-async def test_a_sandbox_for_one_call_at_a_time_is_never_told_how_to_clean_up(place: Site) -> None:
+async def test_a_sandbox_for_one_call_at_a_time_is_never_asked_how_to_clean_up(place: Site) -> None:
     box = await place.start(calls=0)
     for _ in range(3):
         assert (await box.call(Call(code="echo x"))).stdout == b"x\n"
@@ -136,7 +136,7 @@ async def test_a_call_that_ends_beside_others_is_walked_and_the_last_one_sweeps(
             await calls.begin(name)
         for name in "bca":
             await calls.end(name)
-    assert [calls.runner(name).told for name in "bca"] == [[False], [False], [True]]
+    assert [calls.runner(name).sweeps for name in "bca"] == [[False], [False], [True]]
     await until(lambda: len(place.engine.runners) == 6)
     assert place.engine.asked["kill"] == 0
     assert box.poisoned == ""
@@ -287,7 +287,7 @@ async def test_a_call_past_its_deadline_costs_the_others_nothing(place: Site) ->
     assert box.poisoned == ""
 
 
-async def test_one_sibling_that_is_killed_for_memory_is_told_so_and_the_other_goes_on(place: Site) -> None:
+async def test_one_sibling_that_is_killed_for_memory_reports_it_and_the_other_goes_on(place: Site) -> None:
     box = await place.start(parallel=2)
     async with anyio.create_task_group() as tasks:
         calls = Calls(place, box, tasks)
@@ -299,7 +299,7 @@ async def test_one_sibling_that_is_killed_for_memory_is_told_so_and_the_other_go
 
 
 @VIRTUAL
-async def test_a_call_that_can_only_be_ended_with_the_sandbox_is_told_apart_from_those_beside_it(place: Site) -> None:
+async def test_a_call_that_can_only_be_ended_with_the_sandbox_times_out_and_those_beside_it_die(place: Site) -> None:
     box = await place.start(parallel=3)
     async with anyio.create_task_group() as tasks:
         calls = Calls(place, box, tasks)
@@ -325,7 +325,7 @@ async def test_a_call_that_can_only_be_ended_with_the_sandbox_is_told_apart_from
     ],
     ids=["its runner dies", "its runner dies cleaning", "it is not proven dead", "garbage", "clean unasked"],
 )
-async def test_a_runner_that_cannot_be_trusted_ends_the_sandbox_and_each_call_is_told(
+async def test_a_runner_that_cannot_be_trusted_ends_the_sandbox_and_each_call_names_it(
     place: Site, misdeeds: dict[str, Any], steps: str, cause: str
 ) -> None:
     box = await place.start(parallel=3)
@@ -347,7 +347,7 @@ async def test_a_runner_that_cannot_be_trusted_ends_the_sandbox_and_each_call_is
 
 
 @pytest.mark.parametrize(("oom", "code", "cause"), [(False, 137, "killed"), (True, 137, "oom"), (False, 1, "unknown")])
-async def test_the_containers_death_is_told_to_each_call_with_its_cause(
+async def test_the_containers_death_ends_each_call_with_its_cause(
     place: Site, oom: bool, code: int, cause: str
 ) -> None:
     box = await place.start(parallel=3)
@@ -356,7 +356,7 @@ async def test_the_containers_death_is_told_to_each_call_with_its_cause(
         for name in "abc":
             await calls.begin(name)
         if oom:
-            calls.runner("a").tell_oom()
+            calls.runner("a").send_oom()
         place.engine.die(place.engine.the_box(), code)
     for name in "abc":
         _died(calls.answers[name], cause)

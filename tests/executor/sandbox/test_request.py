@@ -1,4 +1,4 @@
-"""A call is checked before anything starts, and carried inside byte for byte."""
+"""A call is checked before anything starts, and call_input inside byte for byte."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from executor.sandbox.request import (
     MAX_CODE,
     Call,
     base_env,
-    carried,
+    call_input,
     check_code,
     new_token,
 )
@@ -140,13 +140,13 @@ def test_payload_carries_the_request_and_nothing_else(rest: list[str], code: str
         (Call(code=code, env=env, unbuffered=True), code),
     ):
         image_env = ["PATH=/image/bin", "A-OF-IMAGE=1=2", "USER=image"]
-        program, place, told, body = frames(call.payload(image_env))
+        program, place, sent, body = frames(call.payload(image_env))
         assert program.endswith(b"main()\n")
         expected = {"PATH": "/image/bin", "A-OF-IMAGE": "1=2", **CALL_ENV, **env}
         isolated = ["-I"] * (not any(key.startswith("PYTHON") for key in env))
         interpreter = ["python3", *isolated, "-B", *["-u"] * call.unbuffered]
         assert place.decode().split("\0") == ["/tmp", call.kind, "", *interpreter]
-        assert dict(item.split("=", 1) for item in told.decode().split("\0")) == expected
+        assert dict(item.split("=", 1) for item in sent.decode().split("\0")) == expected
         assert body.decode() == part
         asked = request(call.request())
         assert {**base_env(image_env), **asked["env"]} == expected
@@ -160,7 +160,7 @@ def test_image_without_a_path_gets_the_one_that_engines_use() -> None:
 
 def test_image_without_python_takes_its_environment_from_a_private_file_that_goes_away() -> None:
     call = Call(argv=("env",), env={"A": "b c=#d ", "B": ""}, stdin=b"in")
-    with carried(call, python=False) as (stdin, path):
+    with call_input(call, python=False) as (stdin, path):
         assert stdin == (b"in",)
         file = Path(path)
         assert file.read_text("utf-8") == "".join(
@@ -168,7 +168,7 @@ def test_image_without_python_takes_its_environment_from_a_private_file_that_goe
         )
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert not file.exists()
-    with carried(call, python=True) as (stdin, path):
+    with call_input(call, python=True) as (stdin, path):
         assert (stdin, path) == ((call.payload(), b"in"), "")
 
 
@@ -181,7 +181,7 @@ def test_image_without_python_takes_its_environment_from_a_private_file_that_goe
     ],
 )
 def test_what_an_env_file_cannot_hold_is_refused(call: Call) -> None:
-    with pytest.raises(InvalidCall, match="no python3") as caught, carried(call, python=False):
+    with pytest.raises(InvalidCall, match="no python3") as caught, call_input(call, python=False):
         pass
     assert len(str(caught.value)) < 300
 
@@ -356,12 +356,12 @@ def test_call_whose_boundary_is_not_in_force_runs_nothing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (126, REFUSED, b"")
 
 
-def test_file_of_an_environment_that_cannot_be_written_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_of_an_environment_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("executor.sandbox.request.tempfile.NamedTemporaryFile", full)
-    with pytest.raises(EngineUnavailable, match="No space left"), carried(Call(argv=("true",)), python=False):
+    with pytest.raises(EngineUnavailable, match="No space left"), call_input(Call(argv=("true",)), python=False):
         raise AssertionError("there is no file")
 
 

@@ -25,15 +25,11 @@ from executor.errors import (
 from executor.result import CallResult
 from executor.sandbox import wire
 from executor.sandbox.request import Call
-from executor.sandbox.runner_client import SEND_TIMEOUT, WINDOW, ArmedRunner, RunnerConfig, RunnerState
-from executor.sandbox.runners import (
-    ANSWER_PATIENCE,
-    ARM_TIMEOUT,
-    CLEAN_PATIENCE,
-    CLEAN_TIMEOUT,
-    EVENT_PATIENCE,
-    START_TIMEOUT,
-)
+from executor.sandbox.runner_call import ANSWER_PATIENCE
+from executor.sandbox.runner_client import SEND_TIMEOUT, ArmedRunner, RunnerConfig, RunnerState
+from executor.sandbox.runner_supervision import ARM_TIMEOUT, CLEAN_PATIENCE, CLEAN_TIMEOUT, START_TIMEOUT
+from executor.sandbox.runners import EVENT_PATIENCE
+from executor.sandbox.running_call import WINDOW
 from executor.sandbox.sandbox import Sandbox
 from executor.sandbox.wire import encode
 from tests.support.pools import LATENCY, outcome, until, virtual_backend
@@ -97,7 +93,7 @@ async def test_each_exec_serves_one_call_and_the_next_is_armed_ahead(place: Site
 
 
 @pytest.mark.parametrize(("calls", "runners"), [(3, 3), (0, 1)])
-async def test_an_exec_serves_as_many_calls_as_it_is_told(place: Site, calls: int, runners: int) -> None:
+async def test_an_exec_serves_as_many_calls_as_configured(place: Site, calls: int, runners: int) -> None:
     box = await place.start(calls=calls)
     assert [(await box.call(Call(code="echo x"))).ok for _ in range(8)] == [True] * 8
     assert len(place.engine.runners) == runners
@@ -114,18 +110,18 @@ async def test_an_exec_serves_as_many_calls_as_it_is_told(place: Site, calls: in
         ("linger 4", {"exit_code": 4, "timed_out": False}),
     ],
 )
-async def test_a_result_tells_one_death_from_another(place: Site, steps: str, facts: dict[str, object]) -> None:
+async def test_a_result_distinguishes_kinds_of_death(place: Site, steps: str, facts: dict[str, object]) -> None:
     box = await place.start()
     answer = await _call(box, steps)
     assert {name: getattr(answer, name) for name in facts} == facts
     assert isinstance(await _call(box, "echo on"), CallResult)
 
 
-async def test_an_unreadable_counter_leaves_the_engines_events_to_tell_of_memory(place: Site) -> None:
+async def test_an_unreadable_counter_leaves_out_of_memory_to_the_engines_events(place: Site) -> None:
     box = await place.start()
 
     def killed(runner: ScriptedRunner) -> bytes:
-        runner.tell_oom()
+        runner.send_oom()
         return b""
 
     ended = report(exit_code=None, signal=9, oom=None)
@@ -169,7 +165,7 @@ async def test_output_beyond_the_cap_is_dropped_and_counted(place: Site, cap: in
 
 async def test_letting_go_ends_the_runner_and_leaves_the_container_to_its_owner(place: Site) -> None:
     box = await place.start()
-    box.let_go()
+    box.close_runners()
     await until(lambda: not place.engine.the_box().execs, limit=5)
     assert place.engine.asked["kill"] == 0
     _died(await _call(box, "echo x"), "unknown", started=False)
@@ -202,7 +198,7 @@ WHILE_BUSY: dict[str, bytes | Says] = {
 
 
 @pytest.mark.parametrize("what", [name for name in WHILE_BUSY if name != "output after the end"])
-async def test_a_violation_during_a_call_is_told_as_such_and_ends_the_sandbox(place: Site, what: str) -> None:
+async def test_a_violation_during_a_call_is_named_and_ends_the_sandbox(place: Site, what: str) -> None:
     box = await place.start()
     # Nothing else follows that could be taken for the violation.
     place.engine.misdeeds = defaultdict(list, call=[says(WHILE_BUSY[what])], armed=[falls_silent])
@@ -483,7 +479,7 @@ async def test_a_call_that_finds_no_runner_in_its_time_never_started(place: Site
 
 
 @VIRTUAL
-async def test_a_call_that_finds_no_runner_since_the_engine_is_gone_is_told_of_the_engine(place: Site) -> None:
+async def test_a_call_that_finds_no_runner_since_the_engine_is_gone_names_the_engine(place: Site) -> None:
     box = await place.start()
     place.engine.faults["attach"] = [Fault(error=EngineUnavailable("connection refused"))] * 20
     assert isinstance(await _call(box, "echo x"), CallResult)
@@ -555,7 +551,7 @@ LACKS = pytest.mark.parametrize(
 
 
 @LACKS
-async def test_what_the_image_lacks_is_told_as_such(place: Site, fact: dict[str, str], said: str) -> None:
+async def test_what_the_image_lacks_is_named(place: Site, fact: dict[str, str], said: str) -> None:
     place.engine.hello = lambda facts: facts.update(fact)
     error = await outcome(place.start)
     assert isinstance(error, ImageUnfit)
@@ -610,7 +606,7 @@ async def loses_its_engine(runner: ScriptedRunner) -> bool:
 
 
 @VIRTUAL
-async def test_an_engine_that_is_lost_under_a_call_is_told_as_such(place: Site) -> None:
+async def test_an_engine_that_is_lost_under_a_call_is_named(place: Site) -> None:
     box = await place.start()
     async with anyio.create_task_group() as tasks:
 
@@ -672,7 +668,7 @@ async def test_the_containers_own_end_is_not_blamed_on_its_runner(place: Site, c
 
 
 @VIRTUAL
-async def test_the_containers_end_is_not_blamed_on_its_runner_whose_end_is_told_first(place: Site) -> None:
+async def test_the_containers_end_is_not_blamed_on_its_runner_whose_end_comes_first(place: Site) -> None:
     box, inside = await place.start(), place.engine.the_box()
     async with anyio.create_task_group() as tasks:
 
@@ -783,7 +779,7 @@ async def test_what_is_written_while_something_else_is_waits_for_it() -> None:
     runner, channel = ArmedRunner(ScriptedEngine(), [], RunnerConfig(keeper="1", files=()), lambda: None), SlowChannel()
     runner.state, runner._channel = RunnerState.ARMED, channel  # type: ignore[assignment]
     call = runner.begin(b"r" * 10_000, b"", timeout=1, grace=1, max_output=1)
-    runner.ask_at_once(call)
+    runner.feed_at_once(call)
     assert channel.taken == []
     sent: list[bool] = []
 
@@ -791,11 +787,11 @@ async def test_what_is_written_while_something_else_is_waits_for_it() -> None:
         sent.append(await runner.cancel(call))
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(runner.ask, call)
+        tasks.start_soon(runner.feed, call)
         await anyio.wait_all_tasks_blocked()
         tasks.start_soon(cancel)
         await anyio.wait_all_tasks_blocked()
-        runner.ask_at_once(call)
+        runner.feed_at_once(call)
         assert channel.taken == []
         channel.let.set()
     assert sent == [True]

@@ -164,7 +164,7 @@ def test_comparison_finds_what_is_allowed_beyond(change: dict[str, Any], name: s
         ("refuse read", "line 1.*with. an error"),
     ],
 )
-def test_list_of_an_unknown_form_is_told_by_its_line(text: str, why: str) -> None:
+def test_list_of_an_unknown_form_is_named_by_its_line(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         build(text)
 

@@ -9,6 +9,7 @@ from executor.errors import EngineUnavailable, SandboxDied
 from executor.result import CallResult
 from executor.sandbox import wire
 from executor.sandbox.request import Call
+from executor.sandbox.runner_call import run_on_runner
 from executor.sandbox.stream import STEP, WINDOW, CallStream, Output, Sink
 from tests.support.pools import virtual_backend
 from tests.support.streams import Exec, Room, python, room
@@ -20,7 +21,7 @@ FLOOD = bytes(range(256)) * 6_000  # 1.5 MB: several windows
 
 def stream(made: Room, call: Call | None = None) -> CallStream:
     call = call or python(max_output=4_000_000)
-    return CallStream(lambda sink: made.runners.call(call, sink), call.max_output)
+    return CallStream(lambda sink: run_on_runner(made.runners, call, sink), call.max_output)
 
 
 async def collect(events: CallStream) -> tuple[dict[str, bytes], CallResult]:
@@ -68,7 +69,7 @@ async def test_every_byte_of_a_flood_arrives_in_order() -> None:
     assert (result.stdout_total, result.truncated) == (len(FLOOD), False)
 
 
-async def test_output_past_the_cap_is_counted_and_told_as_truncated() -> None:
+async def test_output_past_the_cap_is_counted_and_marked_truncated() -> None:
     async def talk(tool: Exec) -> None:
         await tool.write(wire.OUT, b"x" * 10)
         tool.done(stdout_total=25)
@@ -85,7 +86,7 @@ async def test_an_ordinary_call_beside_streams_keeps_its_bytes() -> None:
         tool.done()
 
     async with room(talk) as made:
-        result = await made.runners.call(python())
+        result = await run_on_runner(made.runners, python())
         assert made.execs[0].request["credit"] is None
     assert (result.stdout, result.truncated, result.stdout_streamed) == (b"kept", False, 0)
 
@@ -295,4 +296,4 @@ async def test_a_call_ends_with_its_tool_although_its_stdin_was_never_taken() ->
 
     async with room(ignore) as made:
         with anyio.fail_after(30):
-            assert (await made.runners.call(python(stdin=b"x" * 1_000_000))).ok
+            assert (await run_on_runner(made.runners, python(stdin=b"x" * 1_000_000))).ok

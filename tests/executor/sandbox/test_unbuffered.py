@@ -28,7 +28,7 @@ def test_anything_else_than_true_or_false_is_refused_by_name(value: Any) -> None
         asked(value)
 
 
-def test_only_code_is_told_so() -> None:
+def test_only_code_can_be_unbuffered() -> None:
     assert b"unbuffered" in Call(code="1", unbuffered=True).request()
     assert b"unbuffered" not in Call(argv=("python3",), unbuffered=True).request()
     assert b'"-u"' in Call(code="1", unbuffered=True, env={"PYTHONHASHSEED": "0"}).request()

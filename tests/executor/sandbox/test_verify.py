@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from executor.engine.protocol import ImageInfo
 from executor.errors import ProfileMismatch
+from executor.sandbox.mount import Mount
 from executor.sandbox.profile import ContainerProfile, Limits
 from executor.sandbox.seccomp import STRICT_PROFILE, WITNESS_ERRNO, strict_profile
-from executor.sandbox.verify import INSIDE_FILES, Finding, check_inside, check_inspect, mount_facts, probe_argv, require
+from executor.sandbox.verify import Finding, check_inspect, mount_facts, require
+from executor.sandbox.verify_inside import INSIDE_FILES, check_inside, probe_argv
 from tests.support import DATA
 
 META = json.loads((DATA / "docker_meta.json").read_text())
@@ -176,7 +178,7 @@ ASKED: dict[str, tuple[str, ContainerProfile]] = {
     "runtime": ("runtime", replace(PROFILE, runtime="runsc")),
     "ulimit fsize": ("ulimit fsize", replace(PROFILE, limits=Limits(file_size_mb=1))),
     "ulimit cpu": ("ulimit cpu", replace(PROFILE, limits=Limits(cpu_seconds=1))),
-    "mount": ("mounts", replace(PROFILE, mounts=("/srv/data:/data:ro",))),
+    "mount": ("mounts", replace(PROFILE, mounts=(Mount("/srv/data", "/data", ("ro",)),))),
 }
 
 
@@ -228,8 +230,8 @@ def test_cpus_are_accepted_as_a_quota_too() -> None:
 
 
 def test_asked_mounts_are_compared_without_doubled_and_trailing_slashes() -> None:
-    profile = replace(PROFILE, mounts=("/srv//data/:/data/:ro", "/srv/work:/work"))
-    assert sorted(mount_facts(profile, "")) == [("/srv/data", "/data", False), ("/srv/work", "/work", True)]
+    profile = replace(PROFILE, mounts=(Mount("/srv//data/", "/data/", ("ro",)), Mount("/srv/work", "/work")))
+    assert sorted(mount_facts(profile)) == [("/srv/data", "/data", False), ("/srv/work", "/work", True)]
     facts = copy.deepcopy(RECORD)
     facts["Mounts"] += [bind("/srv/data", "/data", rw=False), bind("/srv/work", "/work", rw=True)]
     assert bad(inspected(facts, profile)) == {}
@@ -325,7 +327,7 @@ def test_seccomp_is_left_out_only_where_a_runtime_cannot_show_it() -> None:
     assert bad(found) == {}
 
 
-def test_user_of_the_image_is_checked_as_far_as_its_name_tells() -> None:
+def test_user_of_the_image_is_checked_as_far_as_its_name_allows() -> None:
     uid = META["user"].partition(":")[0]
     assert bad(looked(INSIDE, user=uid)) == {}
     assert bad(looked(INSIDE, user="1")) == {"uids inside": "weaker"}
@@ -337,7 +339,7 @@ def test_user_of_the_image_is_checked_as_far_as_its_name_tells() -> None:
 
 def test_asked_writable_mount_is_no_surprise_inside_whatever_its_name() -> None:
     text = INSIDE.replace(TMP_LINE, TMP_LINE + "\n" + _mount("/d\\040onnées", "rw"))
-    assert bad(looked(text, replace(PROFILE, mounts=("/srv/x:/d onnées/",)))) == {}
+    assert bad(looked(text, replace(PROFILE, mounts=(Mount("/srv/x", "/d onnées/"),)))) == {}
     assert bad(looked(text)) == {"writable places besides": "weaker"}
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from executor.sandbox import wire
 from executor.sandbox.profile import ContainerProfile
 from executor.sandbox.seccomp import WITNESS_ERRNO
-from executor.sandbox.verify import INSIDE_FILES, check_files
+from executor.sandbox.verify_inside import INSIDE_FILES, check_files
 from executor.sandbox.wire import Decoder, Frame, ProtocolError, Report, call_header, encode, parse_object, parse_report
 from tests.support.wire import call_header as wire_header
 from tests.support.wire import report
@@ -53,7 +53,7 @@ def _decoded(*chunks: bytes) -> tuple[list[Frame], Decoder]:
 @given(FRAMES)
 def test_frames_come_back_as_they_were_sent(wanted: list[Frame]) -> None:
     got, decoder = _decoded(_encoded(wanted))
-    assert (got, decoder.partial) == (wanted, 0)
+    assert (got, len(decoder._buffer)) == (wanted, 0)
 
 
 @given(FRAMES)
@@ -69,7 +69,7 @@ def test_of_a_cut_off_stream_only_whole_frames_count(wanted: list[Frame], cut: i
     data = _encoded(wanted)
     got, decoder = _decoded(data[: max(0, len(data) - cut)])
     assert got == wanted[: len(got)]
-    assert len(_encoded(got)) + decoder.partial == max(0, len(data) - cut)
+    assert len(_encoded(got)) + len(decoder._buffer) == max(0, len(data) - cut)
 
 
 @given(st.lists(st.binary(max_size=60), max_size=6))
@@ -115,7 +115,7 @@ def test_a_type_that_no_runner_has_is_refused(kind: int) -> None:
         _decoded(encode(kind, 1))
 
 
-def test_what_came_whole_before_a_violation_is_still_told() -> None:
+def test_what_came_whole_before_a_violation_still_counts() -> None:
     got = list[Frame]()
     with pytest.raises(ProtocolError):  # noqa: PT012 - the loop is what raises
         for frame in Decoder().feed(encode(wire.OUT, 1, b"ok") + b"\xff" * 9):
@@ -161,10 +161,10 @@ ENDINGS = st.integers(0, 255).map(lambda code: (code, None)) | st.integers(1, 12
 @given(ENDINGS, st.tuples(st.booleans(), st.booleans(), st.none() | st.booleans()), st.lists(
     st.integers(0, 2**40), min_size=5, max_size=5))  # fmt: skip
 def test_a_report_round_trips(
-    ending: tuple[int | None, int | None], told: tuple[bool, bool, bool | None], numbers: list[int]
+    ending: tuple[int | None, int | None], flags: tuple[bool, bool, bool | None], numbers: list[int]
 ) -> None:
     fields: dict[str, Any] = {
-        "exit_code": ending[0], "signal": ending[1], "timed_out": told[0], "cancelled": told[1], "oom": told[2],
+        "exit_code": ending[0], "signal": ending[1], "timed_out": flags[0], "cancelled": flags[1], "oom": flags[2],
         "stdout_total": numbers[0], "stderr_total": numbers[1], "cpu_seconds": numbers[2] / 1e6, "max_rss": numbers[3],
         "duration": numbers[4] / 1e6,
     }  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from executor.sandbox.mount import Mount
 from pool.config.load import ConfigError, Settings, load, load_settings
 from pool.config.types import UidRange
 from tests.support import ROOT
@@ -173,7 +174,7 @@ def test_environment_beats_the_file_key_by_key(write: Write) -> None:
     path = write('[pool]\nmax_sandboxes = 4\nmax_waiters = 5\n[sandbox]\nmounts = ["/a:/a:ro", "/b:/b:ro"]\n')
     loaded = load(path, {"EMBERPOOL_POOL__MAX_SANDBOXES": "6", "EMBERPOOL_SANDBOX__MOUNTS": '["/c:/c:ro"]'})
     assert (loaded.settings.pool.max_sandboxes, loaded.settings.pool.max_waiters) == (6, 5)
-    assert loaded.settings.sandbox.mounts == ("/c:/c:ro",)
+    assert loaded.settings.sandbox.mounts == (Mount("/c", "/c", ("ro",)),)
     assert loaded.origins["pool.max_sandboxes"] == "environment"
     assert loaded.origins["pool.max_waiters"] == "file"
     assert loaded.origins["pool.name"] == "default"

@@ -122,11 +122,6 @@ def test_wrong_name_is_one_problem_and_not_one_of_state_dir_too() -> None:
         ("sandbox", "user", "2147483648:1", "highest uid and gid"),
         ("sandbox", "user", "1:2147483648", "highest uid and gid"),
         ("sandbox", "uid_range", "0:9", "holds uid 0"),
-        ("sandbox", "mounts", ["data:/data"], "both paths must be absolute"),
-        ("sandbox", "mounts", ["/data"], "a mount is /host/path:/container/path"),
-        ("sandbox", "mounts", ["/data:/data:exec"], "unknown option"),
-        ("sandbox", "mounts", ["/data:/tool"], "belongs to the sandbox itself"),
-        ("sandbox", "mounts", ["/a/../b:/x"], "must not contain"),
         ("sandbox", "mounts", ["/a:/x", "/b:/x/"], "two mounts have the target '/x'"),
         ("sandbox", "python_tools", "docker", "'docker' must be 'container' or 'limits'"),
         ("sandbox", "python_tools", "", "must be 'container' or 'limits'"),
@@ -185,6 +180,28 @@ def test_number_with_thousands_of_digits_is_refused_like_any_other() -> None:
 
 def test_wrong_item_of_a_list_is_named_by_its_place() -> None:
     assert problems("sandbox", mounts=["/a:/b", 3]) == ["sandbox.mounts[1]: 3 is not a text in quotes"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("data:/data", "both paths must be absolute"),
+        ("/data", "a mount is /host/path:/container/path"),
+        ("/data:/data:exec", "unknown option"),
+        ("/data:/tool", "belongs to the sandbox itself"),
+        ("/a/../b:/x", "must not contain"),
+    ],
+)
+def test_wrong_mount_is_named_by_its_place_and_text(spec: str, words: str) -> None:
+    (line,) = problems("sandbox", mounts=["/a:/b", spec])
+    assert line.startswith(f"sandbox.mounts[1]: mount {spec!r}: ")
+    assert words in line
+
+
+def test_doubled_slashes_do_not_make_another_target() -> None:
+    assert problems("sandbox", mounts=["/a:/x", "/b://x/"]) == [
+        "sandbox.mounts: two mounts have the target '/x'; keep one"
+    ]
 
 
 @pytest.mark.parametrize("user", ["auto", "image", "1000:1000", "1000:0", "2147483647:2147483647"])

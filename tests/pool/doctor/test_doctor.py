@@ -22,7 +22,8 @@ from executor.engine.protocol import ContainerGone, Engine, EngineEvent, EngineI
 from executor.errors import EngineFailed, EngineUnavailable, ImageMissing
 from executor.machine.image import DEFAULT_IMAGE
 from executor.sandbox.profile import LABEL_POOL
-from executor.sandbox.sandbox import Sandbox, SandboxSpec, start_sandbox
+from executor.sandbox.sandbox import Sandbox, SandboxSpec
+from executor.sandbox.start import start_sandbox
 from pool.cli import doctor as cli_doctor
 from pool.config.load import Settings
 from pool.config.types import UidRange

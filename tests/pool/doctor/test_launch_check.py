@@ -157,7 +157,7 @@ def _all_gone(tool: Path) -> None:
         ),
         (_pipe, "is a named pipe", "a tool directory may hold files, directories and relative links", "limits"),
         (_outside, "which is outside of sandbox.allowed_tool_dirs", "move it there, or allow its directory", "refused"),
-        (_gone, "has no file 'tool.py'", "bring the file, or correct its path", "refused"),
+        (_gone, "has no file 'tool.py'", "add the file, or correct its path", "refused"),
         (_all_gone, "cannot be found", "it must exist inside one of sandbox.allowed_tool_dirs", "refused"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

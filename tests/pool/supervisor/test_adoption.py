@@ -14,6 +14,7 @@ import pytest
 
 from executor.engine.protocol import EngineInfo, ImageInfo
 from executor.errors import EngineFailed, PoolUnusable, StateLost
+from executor.sandbox.mount import Mount
 from executor.sandbox.profile import LABEL_CONFIG, LABEL_KIND, LABEL_POOL
 from pool.config.load import Settings
 from pool.config.types import UidRange
@@ -547,7 +548,7 @@ def test_a_standby_that_is_as_it_should_be_is_fit(root: None) -> None:
         (leftover(user=""), {}, "user"),
         (leftover(user="ann"), {}, "user"),
         (leftover(), {"users": UserPolicy("4711:4711", OWN.uids)}, "user"),
-        (leftover(), {"users": UserPolicy("auto", OWN.uids, ("/nowhere/at/all:/data",))}, "user"),
+        (leftover(), {"users": UserPolicy("auto", OWN.uids, (Mount("/nowhere/at/all", "/data"),))}, "user"),
     ],
 )
 def test_a_leftover_that_is_not_is_unfit(root: None, left: Leftover, changes: dict[str, Any], why: str) -> None:
