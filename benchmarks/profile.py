@@ -8,7 +8,7 @@ in the frame that follows the answer. A line that is not there any more ends the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bench import BenchmarkError, check_result, new_pool
+from executor import inside
 from executor.engine import channel
 from executor.errors import EmberpoolError
 from executor.sandbox import runner_call, runner_client, wire
@@ -29,14 +30,14 @@ WARM_UP = 50
 SHARED = "import mmap\nSTAMPS = mmap.mmap(-1, 4096)\ndef stamp(at):\n    STAMPS[at * 8 : at * 8 + 8] = time.monotonic_ns().to_bytes(8, 'big')\n"
 INSIDE = (
     # (name, a line of the runner's program, whether the stamp goes before it)
-    ("asked", "                if frame[0] == CALL and frame[1] == self.seq:\n", False),
-    ("given", "        call = Served(self, child, payload[:CALL_HEADER], began)\n", True),
+    ("asked", "                if frame[0] == CALL and frame[1] == wire.seq:\n", False),
+    ("given", "        call = RunningCall(wire, processes, child, payload[:CALL_HEADER], began)\n", True),
     ("woken", '    request = json.loads(data[8 : 8 + more]) if more else {}\n', True),
-    ("begun", "        gc.freeze()  # what is young now is not the call's\n", True),
+    ("begun", "        gc.freeze()\n", True),
     ("run", "        failed = self._results[0] != 0\n", True),
     ("left", "                QUIT(1 if failed else 0)\n", True),
     ("ended", "                        call.ended(status, usage, call.silent())\n", True),
-    ("said", "        runner.send(DONE, call.report())\n", False),
+    ("said", "        wire.send(DONE, call.report())\n", False),
 )  # fmt: skip
 STEPS = (
     ("sent", "host: check the call, take the turn in the core, write the request"),
@@ -54,22 +55,21 @@ STEPS = (
 )
 
 
-def stamped(program: str) -> str:
-    """The runner's program with the stamps in it. Raises ``BenchmarkError`` where it has changed too much for that."""
-    program = _replaced(program, "SIGNALS = (", SHARED + "SIGNALS = (")
+def stamped(parts: Mapping[str, str]) -> dict[str, str]:
+    """Return the parts of the runner with the stamps in them. Raises ``BenchmarkError`` where a line is missing."""
+    parts = _replaced(parts, "SIGNALS = (", SHARED + "SIGNALS = (")
     for at, (_, line, before) in enumerate(INSIDE):
         indent = line[: len(line) - len(line.lstrip())] + "    " * line.rstrip().endswith(":")
         stamp = f"{indent}stamp({at})\n"
-        program = _replaced(program, line, stamp + line if before else line + stamp)
-    return _replaced(program, 'repr(spent).encode("ascii")', f"STAMPS[: {8 * len(INSIDE)}]")
+        parts = _replaced(parts, line, stamp + line if before else line + stamp)
+    return _replaced(parts, 'repr(spent).encode("ascii")', f"STAMPS[: {8 * len(INSIDE)}]")
 
 
-def _replaced(program: str, line: str, by: str) -> str:
-    if line not in program:
-        raise BenchmarkError(
-            f"executor/inside/runner.py has no line {line.strip()!r} any more; mend benchmarks/profile.py"
-        )
-    return program.replace(line, by, 1)
+def _replaced(parts: Mapping[str, str], line: str, by: str) -> dict[str, str]:
+    for name, text in parts.items():
+        if line in text:
+            return {**parts, name: text.replace(line, by, 1)}
+    raise BenchmarkError(f"executor/inside/runner has no line {line.strip()!r} any more; mend benchmarks/profile.py")
 
 
 class Stamps:
@@ -80,7 +80,7 @@ class Stamps:
 
     def install(self) -> None:
         """Stamp whatever this process does from now on. There is no way back: the process is the profile's own."""
-        program = stamped(runner_client._program().decode("utf-8")).encode("utf-8")
+        program = inside.join(stamped(inside.parts("runner"))).encode("utf-8")
         runner_client._program = lambda: program  # type: ignore[assignment]
         wire._LIMITS[wire.CLEAN] = 4096
         self._wrap(channel.PipeChannel, "send_at_once", after="sent")

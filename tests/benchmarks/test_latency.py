@@ -34,9 +34,9 @@ from benchmarks.plot import check_plot, plot
 from benchmarks.report import Report, milliseconds
 from benchmarks.rounds import sample
 from benchmarks.stats import Summary, percentile, ratios, summarise
+from executor import inside
 from executor.engine.locate import find_engine
 from executor.engine.process import Finished, client_environment
-from executor.sandbox.runner_client import _program
 from pool.pool import SandboxPool
 from tests.conftest import ENGINE_IMAGE, engine_fault
 from tests.support import ROOT
@@ -416,11 +416,12 @@ def test_an_interrupted_run_leaves_nothing_and_says_so(backend: str, tmp_path: P
 
 
 def test_the_profile_finds_every_line_that_it_stamps() -> None:
-    program = _program().decode("utf-8")
-    compile(profile.stamped(program), "runner.py", "exec")
+    parts = inside.parts("runner")
+    for name, text in profile.stamped(parts).items():
+        compile(text, name, "exec")
     for _, line, _ in profile.INSIDE:
         with pytest.raises(BenchmarkError, match=r"mend benchmarks/profile\.py"):
-            profile.stamped(program.replace(line, ""))
+            profile.stamped({name: text.replace(line, "") for name, text in parts.items()})
 
 
 @pytest.mark.engine
