@@ -24,7 +24,7 @@ ARM_TIMEOUT = 15.0
 not worth waiting for."""
 CLEAN_PATIENCE = 1.0
 """Seconds without a heartbeat of a runner that cleans up: what a call left may have stopped it, and runs on meanwhile. A
-live one sends several in them (``SIGN_SECONDS`` of ``executor/inside/runner.py``), however much it has to do."""
+live one sends several in them (``HEARTBEAT_SECONDS`` of ``executor/inside/runner/process.py``), however much it has to do."""
 CLEAN_TIMEOUT = 5.0
 """Seconds for a whole clean-up: a runner gives up after less (``REAP_SECONDS``) and says so."""
 

@@ -1,7 +1,7 @@
 """The frames between host and runner over an exec's stdin and stdout. Pure; whatever bytes a runner sends are handled.
 
 A frame is a type (1 byte), a sequence number (4), a length (4) and a payload. The sequence number is the call's, counted
-by the runner from 1 (0 is its hello), so that a frame of another call is noticed. ``executor/inside/runner.py`` holds the same
+by the runner from 1 (0 is its hello), so that a frame of another call is noticed. ``executor/inside/runner/`` holds the same
 numbers: it runs where this package is not.
 """
 

@@ -1,4 +1,4 @@
-"""A runner in memory: what ``executor/inside/runner.py`` is on a real engine, with every way in which one could misbehave.
+"""A runner in memory: what ``executor/inside/runner/`` is on a real engine, with every way in which one could misbehave.
 
 A misdeed is a coroutine function that is run once at one place of a runner's life (``ScriptedEngine.misdeeds``): before
 its ``hello``, before it is ``armed``, once it rests armed (``idle``), when a ``call`` has come, and before ``done``,

@@ -1,4 +1,4 @@
-"""The runner's end of the wire, in Python and apart from ``executor/inside/runner.py``: what it reads of a call and how it reports."""
+"""The runner's end of the wire, in Python and apart from ``executor/inside/runner/``: what it reads of a call and how it reports."""
 
 from __future__ import annotations
 
