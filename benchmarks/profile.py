@@ -57,19 +57,20 @@ STEPS = (
 
 def stamped(parts: Mapping[str, str]) -> dict[str, str]:
     """Return the parts of the runner with the stamps in them. Raises ``BenchmarkError`` where a line is missing."""
-    parts = _replaced(parts, "SIGNALS = (", SHARED + "SIGNALS = (")
+    parts = replaced(parts, "SIGNALS = (", SHARED + "SIGNALS = (")
     for at, (_, line, before) in enumerate(INSIDE):
         indent = line[: len(line) - len(line.lstrip())] + "    " * line.rstrip().endswith(":")
         stamp = f"{indent}stamp({at})\n"
-        parts = _replaced(parts, line, stamp + line if before else line + stamp)
-    return _replaced(parts, 'repr(spent).encode("ascii")', f"STAMPS[: {8 * len(INSIDE)}]")
+        parts = replaced(parts, line, stamp + line if before else line + stamp)
+    return replaced(parts, 'repr(spent).encode("ascii")', f"STAMPS[: {8 * len(INSIDE)}]")
 
 
-def _replaced(parts: Mapping[str, str], line: str, by: str) -> dict[str, str]:
+def replaced(parts: Mapping[str, str], line: str, by: str, script: str = "benchmarks/profile.py") -> dict[str, str]:
+    """Replace the first occurrence of a line. ``BenchmarkError`` where no part has it names the script to mend."""
     for name, text in parts.items():
         if line in text:
             return {**parts, name: text.replace(line, by, 1)}
-    raise BenchmarkError(f"executor/inside/runner has no line {line.strip()!r} any more; mend benchmarks/profile.py")
+    raise BenchmarkError(f"executor/inside/runner has no line {line.strip()!r} any more; mend {script}")
 
 
 class Stamps:
