@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 
 from benchmarks import bench as bench_module
 from benchmarks import modes as modes_module
-from benchmarks import profile
+from benchmarks import profile, tricks
 from benchmarks.bench import Bench, BenchmarkError, check_finished
 from benchmarks.document import BEGIN, END, write_figures
 from benchmarks.floor import COMMAND, Floor, FloorError
@@ -422,6 +423,14 @@ def test_the_profile_finds_every_line_that_it_stamps() -> None:
     for _, line, _ in profile.INSIDE:
         with pytest.raises(BenchmarkError, match=r"mend benchmarks/profile\.py"):
             profile.stamped({name: text.replace(line, "") for name, text in parts.items()})
+
+
+@pytest.mark.parametrize("name", tricks.TRICKS)
+def test_every_trick_of_the_runner_can_be_switched_off(name: str) -> None:
+    for statement in ast.parse(tricks.program(name)).body:
+        text, part, _ = [ast.literal_eval(it) for it in statement.value.args[0].args]  # type: ignore[attr-defined]
+        compile(text, part, "exec")
+    assert (tricks.program(name) == inside.source("runner").encode()) == (name == tricks.ALL)
 
 
 @pytest.mark.engine

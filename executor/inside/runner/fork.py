@@ -8,10 +8,8 @@ import signal
 
 from executor.inside.runner.facts import CPU_AT, limits_of, read_file
 
-ASK, ASK_READY = (
-    3,
-    4,
-)  # the descriptors from which a waiting child reads its call, and on which it says that it is prepared
+# The descriptors from which a waiting child reads its call, and on which it says that it is prepared.
+ASK, ASK_READY = 3, 4
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 
 

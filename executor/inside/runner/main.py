@@ -234,8 +234,8 @@ def run(config):
             break
         forks = 0
         while shared and (child is None or not child.unchanged(libc, limits, config["cpu_seconds"])):
-            # After the first call nothing waits beside other calls' code: each pays for its fork. What waited for the first
-            # one may have been changed by that code, and what is forked now too: this call gets another process then.
+            # Where other calls' code runs, no child waits: each call pays for its fork. The child that waited for the first
+            # call may have been changed by that code, and so may the one that is forked now. Then the call gets another.
             if forks == MAX_FORKS or not runner.discard(child):
                 child = None
                 break

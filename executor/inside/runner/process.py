@@ -47,7 +47,7 @@ class Processes:
     def reap(self, until=0):
         """Reap what has ended, up to and including ``until``: pairs of (process ID, status, usage)."""
         if self.simulated_end is not None:
-            # A real end is not reaped here: only the waiting is made, for its pages.
+            # No real process is reaped here: `wait4` is called only so that its pages are copied.
             gone, self.simulated_end = [self.simulated_end], None
             try:
                 os.wait4(NO_PROCESS, os.WNOHANG)
