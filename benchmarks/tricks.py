@@ -87,10 +87,6 @@ TRICKS: dict[str, tuple[str, tuple[Change, ...]]] = {
         "only C callables stand between the interpreter and the caller's code",
         (("        call = functools.partial.__call__\n", _PYTHON_STEPS + "        call = functools.partial.__call__\n"),),
     ),
-    "recursion_depth": (
-        "ctypes gives back the levels of recursion that 3.11 counts below the caller's code",
-        (("        if sys.version_info[:2] == (3, 11):\n", "        if False:\n"),),
-    ),
 }  # fmt: skip
 
 

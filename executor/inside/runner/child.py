@@ -55,9 +55,7 @@ class Prepared:
     def rehearse(self):
         """Run a small program in the way in which the call's code is run."""
         self.store(REHEARSAL.encode("utf-8"))
-        self._libc.deepen()
         self._libc.run_file(self._libc.file(os.dup(self.fd)), os.fsencode(self.name), 1, None)
-        self._libc.restore_depth()
         os.lseek(self.fd, 0, os.SEEK_SET)
         os.ftruncate(self.fd, 0)
 
@@ -92,7 +90,7 @@ class Prepared:
 
     def begin(self):
         """Wait for the call, and become the process that its code expects."""
-        self.exit_check.rehearse(SOURCE, self._libc.fields_type)
+        self.exit_check.rehearse(SOURCE)
         self.rehearse()  # again: the exit check has changed which memory is used next
         gc.collect()
         self.exit_check.settle()
@@ -121,7 +119,6 @@ class Prepared:
             self.unbuffer()
         main = sys.modules["__main__"] = type(sys)("__main__")
         main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"])
-        self._libc.deepen()
         # Together these move all objects to the oldest generation, so that the young ones will be the call's.
         gc.freeze()
         gc.unfreeze()
@@ -149,7 +146,6 @@ class Prepared:
                 QUIT(1 if failed else 0)
         except BaseException:  # noqa: S110 - the interpreter's own end reports it
             pass
-        self._libc.restore_depth()
         trace, profile = self._watched
         if trace is not None:
             self._steps.append(functools.partial(sys.settrace, trace))

@@ -8,7 +8,6 @@ from executor.inside.runner.facts import read_file
 
 QUEUES = "/dev/mqueue"
 IPC_BYTES = 1 << 23  # of a list of System V objects that are read at a time: most of what a namespace may have
-RECURSION = 8  # levels that 3.11 counts between the bottom and the code that ``Prepared.hook`` runs
 
 
 class Libc:
@@ -26,7 +25,7 @@ class Libc:
     def __init__(self):
         import ctypes
 
-        self._ctypes, self._deepened = ctypes, None
+        self._ctypes = ctypes
         libc = ctypes.CDLL(None)
         self._prctl = libc.prctl
         self._fdopen = libc.fdopen
@@ -45,8 +44,6 @@ class Libc:
         known = numbers.get(os.uname().machine) if sys.maxsize > 1 << 32 else None
         self._syscall, self._numbers = libc.syscall, known
         self._scheduling = ctypes.create_string_buffer(56)
-        # Made here: a class that is made during a call looks like one of the call's.
-        self.fields_type = ctypes.c_int * 2
         self._clone, self._pause = libc.clone, ctypes.cast(libc.pause, ctypes.c_void_p)
         self._stack = ctypes.create_string_buffer(self.STACK)
         self._stack_top = ctypes.c_void_p((ctypes.addressof(self._stack) + self.STACK - 64) & ~15)
@@ -153,21 +150,3 @@ class Libc:
             except FileNotFoundError:  # this engine mounts no such directory
                 return True
             found = left
-
-    def deepen(self):
-        """Give back the levels of recursion that calls below the caller's code use up.
-
-        Only 3.11 counts calls of C together with those of Python down from the limit. The fields of its thread state are
-        known by the limit that stands beside the count.
-        """
-        if sys.version_info[:2] == (3, 11):
-            state = self._ctypes.pythonapi.PyThreadState_Get
-            state.restype = self._ctypes.c_void_p
-            fields = self.fields_type.from_address(state() + 32)
-            if fields[1] == sys.getrecursionlimit() and 0 < fields[1] - fields[0] < 64:
-                fields[0] += RECURSION
-                self._deepened = fields
-
-    def restore_depth(self):
-        if self._deepened is not None:
-            self._deepened[0] -= RECURSION
