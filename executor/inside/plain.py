@@ -50,7 +50,7 @@ def run_code(source, interpreter):
     """Become ``python3 -I -B FILE``: same bytes, same behaviour, and nothing of this program below the caller's code."""
     import fcntl
 
-    # A file that is real, if nameless, so that tracebacks and whoever else looks for source lines can open it.
+    # A real but nameless file, so that tracebacks and everything else that looks for source lines can open it.
     low = os.memfd_create("call.py")
     left = memoryview(source)
     try:

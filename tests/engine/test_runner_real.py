@@ -97,8 +97,8 @@ async def test_crash_leaves_no_core_file(real_engine: Room) -> None:
     assert (await real_engine.cold(left)).stdout == b"[] (0, 0)\n"
 
 
-async def test_last_words_beside_the_ends_of_others_arrive_whole(real_engine: Room) -> None:
-    """The end of a main process may be told together with those of orphans, before anybody has looked into its pipes."""
+async def test_last_output_of_a_process_that_ends_beside_its_orphans_arrives_whole(real_engine: Room) -> None:
+    """A main process may be reaped together with orphans, before its pipes have been read."""
     code = (
         "import os\nfor n in range(30):\n    if os.fork() == 0:\n        if os.fork() == 0:\n            os._exit(0)\n"
         "        os._exit(0)\nos.write(1, b'o' * 5000)\nos.write(2, b'e' * 5000)\nos._exit(0)"
@@ -213,7 +213,7 @@ def keepers():
 """
 
 
-async def test_what_keeps_a_calls_memory_is_nothing_that_its_code_would_notice(real_engine: Room) -> None:
+async def test_code_does_not_notice_the_process_that_keeps_its_memory(real_engine: Room) -> None:
     code = f"""{KEEPER}
 keeper, = keepers()
 try:
@@ -275,7 +275,7 @@ async def test_code_that_no_file_can_hold_is_refused_before_it_is_sent_and_what_
         assert (await box.call(fits)).stdout == b"ran\n"
 
 
-async def test_code_that_memory_cannot_hold_is_a_death_for_memory_and_no_result(real_engine: Room) -> None:
+async def test_code_that_memory_cannot_hold_is_an_out_of_memory_death_and_no_result(real_engine: Room) -> None:
     large = Call(code=f"x = {'x' * 30_000_000!r}", timeout=30)
     async with real_engine.armed(profile={"limits": Limits(memory_mb=48)}) as box:
         try:
@@ -287,7 +287,7 @@ async def test_code_that_memory_cannot_hold_is_a_death_for_memory_and_no_result(
             assert (await box.call(Call(code="print('on')"))).stdout == b"on\n"
 
 
-async def test_file_that_the_limit_for_files_does_not_allow_is_told_as_such(real_engine: Room) -> None:
+async def test_file_beyond_the_file_size_limit_is_reported_as_such(real_engine: Room) -> None:
     async with real_engine.armed(profile={"limits": Limits(file_size_mb=1)}) as box:
         request = files.write_request("large", b"x" * ((1 << 20) + 1), parents=False, max_input=4 << 20)
         result = await box.call(Call(code=files.program(), stdin=request))

@@ -261,7 +261,7 @@ def run(config):
         spent = processes.clean_own() if beside else processes.clean(resting)
         processes.host_waits = False
         wire.send_last(CLEAN if spent is not None else DIRTY, repr(spent).encode("ascii"))
-        # Beside other calls nobody can take this runner's place, so it stays, also after a cancelled one.
+        # Beside other calls no new runner can be started, so this one stays, even after a cancelled call.
         if spent is None or wire.host_gone or (call.cancelled and not beside):
             break
         if left and not beside:

@@ -184,7 +184,7 @@ class RunningCall:
         except BlockingIOError:
             return
         except OSError:
-            # Nobody reads it any more; further input is dropped.
+            # The process no longer reads its stdin; further input is dropped.
             self.input.clear()
             self.child.close_stdin()
             return

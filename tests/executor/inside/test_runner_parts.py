@@ -99,7 +99,7 @@ def test_held_output_leaves_with_the_next_frame(piped: tuple[Any, int, int]) -> 
     assert os.read(host, 100) == wire.encode(wire.OUT, 0, b"1") + wire.encode(wire.DONE, 0)
 
 
-def test_a_host_that_reads_no_more_is_gone(piped: tuple[Any, int, int]) -> None:
+def test_a_host_that_has_closed_its_end_is_gone(piped: tuple[Any, int, int]) -> None:
     end, _, host = piped
     os.close(host)
     end.send(inner.ARMED)
@@ -111,7 +111,7 @@ def test_a_host_that_reads_no_more_is_gone(piped: tuple[Any, int, int]) -> None:
 
 
 class NoLibc:
-    """A process that nothing has to be asked of."""
+    """Stands for ``Libc`` where no C function is needed."""
 
     def scheduling(self, pid: int) -> None:
         return None
@@ -125,7 +125,7 @@ def processes(piped: tuple[Any, int, int]) -> Iterator[Any]:
     os.close(made.wake_w)
 
 
-def test_descendants_and_nobody_else_are_killed(processes: Any) -> None:
+def test_descendants_and_no_other_processes_are_killed(processes: Any) -> None:
     other = subprocess.Popen(("sleep", "60"), start_new_session=True)
     try:
         family = (
@@ -243,5 +243,5 @@ class Meta(type):
         (weakref.ref, exits.REFERENCE),
     ],
 )  # fmt: skip
-def test_types_are_told_apart_by_what_their_end_may_run(made: type, verdict: int) -> None:
+def test_types_are_classified_by_what_the_end_of_an_instance_may_run(made: type, verdict: int) -> None:
     assert exits.classify(made) == verdict
