@@ -183,7 +183,7 @@ def run(config):
         dumpable, subreaper = libc.protect()
     except Exception as error:  # without ctypes the runner cannot protect itself
         libc, dumpable, subreaper = None, False, False
-        config["problem"] = "the image's python3 cannot run a runner: %r" % error
+        config["problem"] = "the image's python3 lacks what the runner needs: %r" % error
     runner = Runner(config, libc)
     wire, processes, shared = runner.wire, runner.processes, config["shared"]
     # Beside other runners the count of processes has no resting value.
