@@ -10,7 +10,7 @@ class CallResult:
     """What the caller's code did.
 
     ``exit_code`` is 0..255, or ``None`` where the process was ended by ``signal`` or by its deadline. A plain exec
-    cannot tell ``exit(137)`` from SIGKILL: there, ``signal`` is only set where an engine event explains the death.
+    cannot distinguish ``exit(137)`` from SIGKILL: there, ``signal`` is only set where an engine event explains the death.
     ``stdout`` and ``stderr`` are the first ``max_output`` bytes of each; ``stdout_total`` and ``stderr_total`` count every
     byte that the code wrote. Durations are seconds; ``max_rss`` is bytes; both resource figures are ``None`` where
     nothing inside the container measured them. ``generation`` names the sandbox that the call ran in (``""`` when cold).
@@ -43,7 +43,7 @@ class CallResult:
         )
 
     def ran_in(self, generation: str) -> CallResult:
-        """The same result, which must be new, with its generation told."""
+        """Set the generation of a new result, and return it."""
         object.__setattr__(self, "generation", generation)
         return self
 

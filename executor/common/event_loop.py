@@ -1,4 +1,4 @@
-"""The event loop that a pool or a stream lives on: start a task of its own there, reach it from elsewhere, and tell whether
+"""The event loop that a pool or a stream lives on: start a task of its own there, reach it from elsewhere, and see whether
 the caller is on it.
 
 AnyIO has no task that outlives the block that started it, so this one module asks asyncio and trio themselves.

@@ -89,7 +89,7 @@ async def exclusive(path: Path, *, timeout: float, doing: str) -> AsyncIterator[
 
 
 def holders(path: Path) -> list[int]:
-    """The pids that hold ``path``'s lock shared, as Linux tells; empty where it does not."""
+    """Return the pids that hold ``path``'s lock shared, as Linux reports them; empty on other systems."""
     try:
         info = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()

@@ -68,7 +68,7 @@ class Logger:
                 getattr(self._structlog, level)(event, **fields)
             else:
                 self._log_plainly(_LEVELS[level], event, {**self._fields, **fields})
-        except Exception:  # whatever a sink raises: there is no other place to tell it
+        except Exception:  # whatever a sink raises: there is no other place to report it
             _lost.add()
 
     def _log_plainly(self, level: int, event: str, fields: dict[str, Any]) -> None:

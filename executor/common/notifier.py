@@ -6,7 +6,7 @@ import anyio
 
 
 class Notifier:
-    """Wakes whoever waits when it is told. Nothing is kept for those who come later: what has changed is read elsewhere,
+    """Wakes all that wait at the moment of ``notify``. Nothing is kept for those that come later: what has changed is read elsewhere,
     and read again before each ``wait``."""
 
     __slots__ = ("_next",)
@@ -14,14 +14,14 @@ class Notifier:
     def __init__(self) -> None:
         self._next: anyio.Event | None = None
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake all who wait now."""
         if self._next is not None:
             self._next.set()
             self._next = None
 
     async def wait(self) -> None:
-        """Wait until it is told."""
+        """Wait for the next ``notify``."""
         if self._next is None:
             self._next = anyio.Event()
         await self._next.wait()

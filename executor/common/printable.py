@@ -20,7 +20,7 @@ def printable(said: object, *, limit: int | None = None, lines: bool = False, na
     What is escaped is what ``str.isprintable`` refuses: control characters (C1 too), bidirectional overrides and other
     format characters, lone surrogates; bytes that are no UTF-8 too. The result is one line, where line breaks and tabs have
     become a blank and none is left at the ends. With ``lines`` they stay as they are; with ``name`` they are escaped too,
-    and a backslash is doubled, for a name has to be told from others. A text of more than ``limit`` characters is cut there and ends in ``...``.
+    and a backslash is doubled, so that two names stay different. A text of more than ``limit`` characters is cut there and ends in ``...``.
     """
     if name:  # before anything is escaped by backslashes
         said = said.replace(b"\\", b"\\\\") if isinstance(said, bytes) else str(said).replace("\\", "\\\\")

@@ -51,7 +51,7 @@ async def keep(receive: Callable[[], Awaitable[bytes]], into: Capped) -> None:
 
 
 def _close(fds: list[int], fd: int) -> None:
-    """Close one of the descriptors that are open, once; whoever still waits for it is told."""
+    """Close one of the descriptors that are open, once; tasks that wait for it are woken."""
     if fd in fds:
         fds.remove(fd)
         anyio.notify_closing(fd)
@@ -117,7 +117,7 @@ class PipeChannel(StreamChannel):
             try:
                 left = left[os.write(self._asks[0], left) :]
             except BlockingIOError:
-                with suppress(anyio.ClosedResourceError):  # then it is told above
+                with suppress(anyio.ClosedResourceError):  # then the loop raises above
                     await anyio.wait_writable(self._asks[0])
 
     async def close_stdin(self) -> None:

@@ -30,7 +30,7 @@ class ExecWatch:
 
 
 class Watch:
-    """One container. ``container`` is its full ID, ``""`` until its creation was seen; ``on_created`` is told it.
+    """One container. ``container`` is its full ID, ``""`` until its creation was seen; ``on_created`` is called with it.
 
     ``ooms`` counts out-of-memory events (they come in storms; only "any since" means something). ``died`` is set where
     nobody should wait for it any more; ``ended`` where an event said that its processes are gone.
@@ -42,7 +42,7 @@ class Watch:
         self.created = self.started = self.killed = False
         self.exit_code: int | None = None
         self.ooms = 0
-        self.told_of_start = anyio.Event()
+        self.start_seen = anyio.Event()
         self.died = anyio.Event()
         self.ended = anyio.Event()
         self.destroyed = anyio.Event()
@@ -65,7 +65,7 @@ class Watch:
             self.on_created(event.container)
         elif event.action == "start":
             self.started = True
-            self.told_of_start.set()
+            self.start_seen.set()
         elif event.action == "oom":
             # A cgroup that is taken down signals its out-of-memory watcher too: after a kill it says nothing.
             if not self.killed and not self.died.is_set():
@@ -105,12 +105,12 @@ class Watch:
 
     @property
     def cause(self) -> DeathCause:
-        """Why the container died, as far as its events tell."""
+        """The cause of the container's death, as far as its events show."""
         if self.engine_lost:
             return "engine"
         if self.exit_code is None:
             return "killed" if self.paused else "unknown"
-        # What was killed by a hand did not die of an earlier want of memory that it survived.
+        # A container that was killed from outside did not die of an earlier OOM that it survived.
         if self.ooms and self.exit_code == 137 and not self.killed:
             return "oom"
         return "killed" if self.exit_code in (137, 143) else "unknown"
@@ -135,7 +135,7 @@ class EventHub:
             self.links += 1
         self._connected = connected
         if connected:
-            self._link.tell()
+            self._link.notify()
 
     async def linked(self) -> None:
         """Wait until the event stream runs."""

@@ -63,7 +63,7 @@ class HostLimits:
                 raise ValueError(f"{name} must be at least 1; it is {getattr(self, name)}")
 
     def words(self) -> list[str]:
-        """The limits as the wrapper reads them. Soft below hard, so that SIGXCPU can be told from SIGKILL."""
+        """The limits as the wrapper reads them. Soft below hard, so that SIGXCPU and SIGKILL are different ends."""
         return [
             f"cpu_seconds:RLIMIT_CPU:{self.cpu_seconds}:{self.cpu_seconds + 1}",
             f"memory_mb:RLIMIT_AS:{self.memory_mb * _MIB}:{self.memory_mb * _MIB}",
@@ -85,10 +85,10 @@ async def host_call(call: Call, *, limits: HostLimits, env: Mapping[str, str], g
     async with _places(call) as (cwd, file):
         program = _program(call, environment, file)
 
-        def argv(tell: int) -> Sequence[str]:
+        def argv(report: int) -> Sequence[str]:
             how = "strict" if limits.strict else "lenient"
             wrapper = str(inside.path("host_limits"))
-            return [sys.executable, "-I", "-S", "-B", wrapper, str(tell), how, *limits.words(), "--", *program]
+            return [sys.executable, "-I", "-S", "-B", wrapper, str(report), how, *limits.words(), "--", *program]
 
         entries = b"\0".join(os.fsencode(f"{key}={value}") for key, value in environment.items())
         end = await run_on_host(

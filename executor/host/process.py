@@ -1,6 +1,6 @@
 """One program on this host, from its start to the end of what it started: fed, drained and capped, held to its deadline.
 
-POSIX. It is waited for by its own descriptor and reaped here, not by a library: only ``wait4`` tells what it used, and as
+POSIX. It is waited for by its own descriptor and reaped here, not by a library: only ``wait4`` returns what it used, and as
 long as it is not reaped its process ID, which is its group's and its session's too, is nobody else's.
 """
 
@@ -36,8 +36,8 @@ _POLL = 0.01
 
 @dataclass(slots=True)
 class HostEnd:
-    """How a program ended. ``status`` is as ``wait4`` tells it; ``cpu_seconds`` counts its reaped children too;
-    ``max_rss`` is bytes, ``None`` where it cannot be told from what started the program. ``said`` is what came on the
+    """How a program ended. ``status`` is as ``wait4`` returns it; ``cpu_seconds`` counts its reaped children too;
+    ``max_rss`` is bytes, ``None`` where it cannot be separated from what started the program. ``said`` is what came on the
     private descriptor."""
 
     stdout: Capped
@@ -111,15 +111,15 @@ class _Pipes:
 
     def start(self, argv: Callable[[int], Sequence[str]], cwd: Path) -> subprocess.Popen[bytes]:
         inner_in, self.stdin = self._pair()
-        (self.stdout, out), (self.stderr, err), (self.said, tell) = self._pair(), self._pair(), self._pair()
+        (self.stdout, out), (self.stderr, err), (self.said, report) = self._pair(), self._pair(), self._pair()
         for fd in (self.stdin, self.stdout, self.stderr, self.said):
             os.set_blocking(fd, False)
         heed_children()
         child = subprocess.Popen(
-            list(argv(tell)), stdin=inner_in, stdout=out, stderr=err, pass_fds=(tell,), cwd=cwd,
+            list(argv(report)), stdin=inner_in, stdout=out, stderr=err, pass_fds=(report,), cwd=cwd,
             start_new_session=True,
         )  # fmt: skip
-        for fd in (inner_in, out, err, tell):
+        for fd in (inner_in, out, err, report):
             self._close(fd)
         return child
 
@@ -213,13 +213,13 @@ class _Child:
             return
         end.status, used = self._over
         end.cpu_seconds = used.ru_utime + used.ru_stime
-        # The kernel counts memory from before the `exec`: this process's own peak is the least that it tells.
+        # The kernel counts memory from before the `exec`: this process's own peak is the least that it reports.
         if used.ru_maxrss > resource.getrusage(resource.RUSAGE_SELF).ru_maxrss:
             end.max_rss = used.ru_maxrss * (1 if sys.platform == "darwin" else 1_024)
 
     @property
     def lost(self) -> bool:
-        """Whether its end was told to somebody else."""
+        """Whether somebody else has reaped it."""
         return self._over is None
 
     async def _kill(self) -> None:

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """The program that a call on the host starts as: it sets the limits of its own process and becomes the call's program.
 
-Its arguments are a descriptor to tell on, ``strict`` or ``lenient``, limits as ``name:RLIMIT_NAME:soft:hard``, ``--``, and
+Its arguments are a descriptor to report on, ``strict`` or ``lenient``, limits as ``name:RLIMIT_NAME:soft:hard``, ``--``, and
 the program with its own. Its stdin begins with the program's environment (a length in 4 bytes, entries with a NUL between
 them), which so has no say in this interpreter; the rest is the program's. On the descriptor it says a line for each limit
 that could not be set, and ``go`` at last; nobody else can, since it is closed when the program begins. It imports only
@@ -15,7 +15,7 @@ import sys
 CANNOT_RUN, NOT_FOUND = 126, 127  # what a shell answers, and people know
 
 
-def say(fd, text):
+def write(fd, text):
     os.write(fd, text.encode("utf-8", "backslashreplace"))
 
 
@@ -51,14 +51,14 @@ def become(program, env):
     try:
         os.execvpe(program[0], program, env)  # noqa: S606 - no shell is meant
     except OSError as error:
-        say(2, f"{program[0]}: {os.strerror(error.errno or 0)}\n")
+        write(2, f"{program[0]}: {os.strerror(error.errno or 0)}\n")
         missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
         os._exit(NOT_FOUND if missing else CANNOT_RUN)
 
 
 def main():
-    tell, strict, end = int(sys.argv[1]), sys.argv[2] == "strict", sys.argv.index("--")
-    os.set_inheritable(tell, False)
+    report, strict, end = int(sys.argv[1]), sys.argv[2] == "strict", sys.argv.index("--")
+    os.set_inheritable(report, False)
     failed = False
     for word in sys.argv[3:end]:
         name, kind, soft, hard = word.split(":")
@@ -66,12 +66,12 @@ def main():
             set_limit(kind, int(soft), int(hard))
         except Exception as error:
             failed = True
-            say(tell, f"{name}: {error}\n")
+            write(report, f"{name}: {error}\n")
     if failed and strict:
         os._exit(CANNOT_RUN)
     entries = read_exactly(int.from_bytes(read_exactly(4), "big"))
     env = dict(entry.split(b"=", 1) for entry in entries.split(b"\0") if entry)
-    say(tell, "go\n")
+    write(report, "go\n")
     become(sys.argv[end + 1 :], env)
 
 

@@ -85,7 +85,7 @@ def run(root, path, home, function, seldom):
     except SystemExit:
         raise
     except BaseException as error:
-        seldom("tell")(error, run.__code__.co_filename, module, function, arguments)
+        seldom("explain")(error, run.__code__.co_filename, module, function, arguments)
         sys.exit(1)
 
 

@@ -62,7 +62,7 @@ def named(kind):
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
-def tell(error, here, module, function, arguments):
+def explain(error, here, module, function, arguments):
     """Say on stderr why the tool failed; ``here`` is the file name of the program around it."""
     trace = error.__traceback__
     while trace is not None and is_ours(trace.tb_frame.f_code.co_filename, here):

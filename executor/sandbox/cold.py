@@ -121,7 +121,7 @@ async def cold_call(engine: Engine, hub: EventHub, spec: ColdSpec, call: Call) -
                 raise not_confirmed()
         if not spec.python and not watch.started and hub.connected:
             with anyio.move_on_after(GONE_PATIENCE):  # the event may only be late
-                await watch.told_of_start.wait()
+                await watch.start_seen.wait()
         return _outcome(end, watch, spec, connected=hub.connected)
     finally:
         # Where the engine did not remove it a moment ago, do not ask again: the caller would wait for that.

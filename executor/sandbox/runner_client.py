@@ -182,7 +182,7 @@ class ArmedRunner:
             call.taken += int.from_bytes(frame.payload, "big")
             if call.taken > call.sent:
                 raise ProtocolError("more input was taken than was sent")
-            call.changed.tell()
+            call.changed.notify()
         elif kind == wire.DONE and state is RunnerState.BUSY and call is not None:
             report = wire.parse_report(frame.payload)
             for into, total in ((call.stdout, report.stdout_total), (call.stderr, report.stderr_total)):
@@ -233,7 +233,7 @@ class ArmedRunner:
             self._running = RunningCall(self._seq, frame, stdin, Capped(max_output), Capped(max_output))
         else:
             self._running = RunningCall(self._seq, frame, stdin, sink.stdout, sink.stderr, sink)
-            sink.on_taken = self._running.changed.tell
+            sink.on_taken = self._running.changed.notify
         self.sweeps = None
         self._become(RunnerState.BUSY)
         if self._config.shared:

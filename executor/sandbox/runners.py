@@ -85,7 +85,7 @@ class Runners:
             runner.scope.cancel()
         for pause in self._pauses:
             pause.cancel()
-        self.changed.tell()
+        self.changed.notify()
 
     # --- keeping one armed --------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Runners:
             expected = context.watch.expect(argv)
             # An interpreter takes its encodings from the locale that it starts in: the calls' own.
             args = exec_args(context.watch.name, argv, user=context.user, lang=CALL_ENV["LANG"])
-            runner = ArmedRunner(context.engine, args, context.config, self.changed.tell)
+            runner = ArmedRunner(context.engine, args, context.config, self.changed.notify)
             self.lanes.runners[lane] = runner
             try:
                 async with anyio.create_task_group() as tasks:
@@ -125,7 +125,7 @@ class Runners:
             finally:
                 slot.end()
                 context.watch.dismiss(expected)
-        self.changed.tell()
+        self.changed.notify()
 
     async def _wait_for_slot(self) -> Slot | None:
         """Wait until an exec can be made: the engine is there, and not too many are being armed. ``None`` once closed.
@@ -140,12 +140,12 @@ class Runners:
                     return None
                 await self.context.hub.linked()
                 self._queued += 1
-                self.changed.tell()
+                self.changed.notify()
                 try:
                     slot = await self.context.arming.slot()
                 finally:
                     self._queued -= 1
-                    self.changed.tell()
+                    self.changed.notify()
             finally:
                 self._pauses.discard(pause)
         return slot
@@ -161,7 +161,7 @@ class Runners:
             return False
         runner.verified = self._had_hello = True
         self.failed_execs = 0
-        self.changed.tell()
+        self.changed.notify()
         return True
 
     async def _end_with(self, runner: ArmedRunner, died: anyio.Event) -> None:
@@ -217,7 +217,7 @@ class Runners:
         log.warning("runner.lost", sandbox=context.watch.name, reason=reason)
 
     async def _container_ended(self, runner: ArmedRunner, expected: ExecWatch) -> bool:
-        """Whether the container's own end took the runner along, as far as events tell in a moment."""
+        """Whether the container's own end took the runner along, as far as events show in a moment."""
         watch = self.context.watch
         if runner.problem:
             # An engine's message about a container that has just ended comes where the runner's hello would.

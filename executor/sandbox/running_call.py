@@ -44,7 +44,7 @@ class RunningCall:
     def end(self) -> None:
         """Note that nothing more comes."""
         self.ended = True
-        self.changed.tell()
+        self.changed.notify()
 
     async def wait_ended(self) -> None:
         """Wait until nothing more comes."""

@@ -204,7 +204,7 @@ class Sandbox:
             yield f"{TOOL_PLACE}/{digest}"
         finally:
             # The last call that uses an old version removes it.
-            if aside := self._staging.let_go(digest):
+            if aside := self._staging.forget(digest):
                 with anyio.CancelScope(shield=True):
                     await in_thread(remove_all, aside)
 

@@ -117,7 +117,7 @@ def _inspect_points(
         yield point("ulimit cpu", (limits.cpu_seconds, limits.cpu_seconds + 1), ulimits.get("cpu"))
     for key in ("PidMode", "UTSMode"):
         yield Finding(key, "private", host.get(key), "equal" if host.get(key) in ("", "private", None) else "weaker")
-    # Shareable is some engines' default: other containers can be told to join it, but it joins none.
+    # Shareable is some engines' default: other containers may join it, but it joins none.
     ipc = host.get("IpcMode")
     yield Finding("IpcMode", "private", ipc, "equal" if ipc in ("", "private", "shareable", "none", None) else "weaker")
     yield point("devices", [], list(host.get("Devices") or ()) + list(host.get("DeviceRequests") or ()))

@@ -46,7 +46,7 @@ class _Job(Generic[_T]):
     def carry_out(self) -> None:
         try:
             self.result = self.work()
-        except BaseException as error:  # told to whoever waits, in its own thread
+        except BaseException as error:  # raised again where it is waited for
             self.error = error
         with self.lock:
             self.ended, unwanted = True, self.abandoned

@@ -45,7 +45,7 @@ _PAUSES = (0.01, 0.02, 0.04, 0.08)
 class Staging:
     """One sandbox's staging place; there is one ``Staging`` for a place. ``fingerprints`` is shared by those of a pool.
 
-    All of it but ``let_go`` is for worker threads, any number at once: it reads and writes files. Only a copy waits for
+    All of it but ``forget`` is for worker threads, any number at once: it reads and writes files. Only a copy waits for
     another, and only for one of the same source into the same place. No error has started anything.
     """
 
@@ -125,9 +125,9 @@ class Staging:
 
     def release(self, digest: str) -> None:
         """Give back one ``hold``; the last one removes a version that has been replaced. ``ValueError`` without a hold."""
-        remove_all(self.let_go(digest))
+        remove_all(self.forget(digest))
 
-    def let_go(self, digest: str) -> Sequence[Path]:
+    def forget(self, digest: str) -> Sequence[Path]:
         """As ``release``, without its removals: it takes moments, and returns what is now to be removed."""
         with self._lock:
             if self._held[digest] < 1:
@@ -141,7 +141,7 @@ class Staging:
 
     def _stage(self, source: Path, allowed: Sequence[Path], hold: bool) -> str:
         real, root = locate(source, allowed)
-        with suppress(OSError):  # reading it tells what is wrong, and better
+        with suppress(OSError):  # reading it raises a better error
             known = self._fingerprints.digest(real, self._look(real))
             if known and self._take(real, known, hold):
                 return known

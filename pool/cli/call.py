@@ -19,7 +19,7 @@ from executor.common.printable import printable
 from executor.errors import InvalidCall
 from executor.result import CallResult
 from pool.cli import interrupts
-from pool.cli.errors import told
+from pool.cli.errors import reported
 from pool.cli.output import say, write_call
 from pool.cli.streams import read_stdin
 from pool.config.load import Settings, load_settings
@@ -51,12 +51,12 @@ def call(
     """
     if bool(command) == (python is not None):
         raise typer.BadParameter("give either a command after --, or --python FILE")
-    with told(as_json=as_json):
+    with reported(as_json=as_json):
         settings = one_shot(load_settings(config))
         most = settings.call.max_input
         source = None if python is None else _source(python, most)
         stdin = b"" if sys.stdin.isatty() or str(python) == "-" else read_stdin(most)
-        # What is wrong with the call is told at once, not once there is a sandbox for it.
+        # What is wrong with the call is reported at once, not once there is a sandbox for it.
         checked_call(settings, agent, command, source, stdin, None, timeout, None)
         result = interrupts.run(_call, settings, (agent, session), command, source, stdin, timeout)
     if as_json:

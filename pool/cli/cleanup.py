@@ -75,7 +75,7 @@ async def _cleanup(settings: Settings, place: Path, dry_run: bool, quiet: bool) 
         for dead in found.dead:
             if dead.state.repaired:
                 files = ", ".join(dead.state.repaired)
-                say(f"{dead.path} was damaged, and names what its file names tell: {files}")
+                say(f"{dead.path} was damaged; the names come from its file names: {files}")
         for path in others(place):
             say(f"not looked at: {path}, another pool's; if that one is dead: emberpool cleanup --state-dir {path}")
         problem = ""

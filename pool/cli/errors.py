@@ -17,8 +17,8 @@ REFUSED, INTERRUPTED = 1, 130
 
 
 @contextmanager
-def told(*, as_json: bool = False) -> Iterator[None]:
-    """Turn every refusal in the block into what the user of a command is told, and its exit status."""
+def reported(*, as_json: bool = False) -> Iterator[None]:
+    """Turn every refusal in the block into a message to the user of the command, and its exit status."""
     try:
         yield
     except ConfigError as error:

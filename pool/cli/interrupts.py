@@ -1,4 +1,4 @@
-"""A command that is told to end removes its containers first, whichever signal told it and however often."""
+"""A command that is interrupted removes its containers first, whichever signal it was and however often it comes."""
 
 from __future__ import annotations
 

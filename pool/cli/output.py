@@ -35,7 +35,7 @@ def say(text: str, *, err: bool = False) -> None:
 def write_call(parts: Sequence[tuple[Stream, bytes]], own: Sequence[str] = (), *, raw: bool = False) -> None:
     """Write what a call has written to its streams, in this order, then ``own`` lines about it to stderr.
 
-    ``raw`` writes bytes as they came to a terminal too: then nothing tells them from anything else.
+    ``raw`` writes bytes as they came to a terminal too: then they look like anything else.
     """
     last = b""
     for name, data in parts:

@@ -1,7 +1,7 @@
 """The standard streams of a command: closed ones opened, full or broken ones survived, and stdin read within a limit.
 
 What a command does never depends on whether anybody can read what it says: output that cannot be written is dropped while
-the work goes on, and told at the end by a line on stderr and exit status 1.
+the work goes on, and reported at the end by a line on stderr and exit status 1.
 """
 
 from __future__ import annotations

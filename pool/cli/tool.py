@@ -14,7 +14,7 @@ from executor.common.printable import printable
 from executor.tool import ToolResult
 from pool.cli import interrupts
 from pool.cli.call import RAW, one_shot, result_object, swept
-from pool.cli.errors import told
+from pool.cli.errors import reported
 from pool.cli.output import say, write_call
 from pool.cli.streams import read_stdin
 from pool.config.load import Settings, load_settings
@@ -50,7 +50,7 @@ def run(
     error on stderr, a refusal too. On a terminal the tool's lines begin with out| or err|, and control characters are shown
     escaped; elsewhere bytes stay bytes.
     """
-    with told(as_json=as_json):
+    with reported(as_json=as_json):
         settings = load_settings(config)
         plan = plan_tool(load_manifest(manifest).find(tool, agent), settings)
         arguments = read_stdin(settings.call.max_input) if args == "-" else args
@@ -84,7 +84,7 @@ def _print(result: ToolResult, as_json: bool, raw: bool) -> None:
 @tool_app.command("list")
 def list_tools(manifest: _Manifest, config: _Config = None, as_json: _Json = False) -> None:
     """The tools of a manifest: each with its agent and where it runs."""
-    with told():
+    with reported():
         settings, found = load_settings(config), load_manifest(manifest)
         rows = [(entry, resolve(entry, settings).python_tools) for entry in found.entries]
     if as_json:
@@ -120,7 +120,7 @@ def launch_check(
 
     Ends with status 1 where a tool cannot run at all, and with --strict where one would run on the host.
     """
-    with told(as_json=as_json):
+    with reported(as_json=as_json):
         settings, found = load_settings(config), load_manifest(manifest)
         launches = interrupts.run(_check, settings, found)
     bad = failed(launches, strict=strict)

@@ -65,7 +65,7 @@ def unknown_key(section: tuple[str, ...], key: str, known: Known) -> str:
 
 
 def unknown_section(name: str, known: Known) -> str:
-    """The sentence about a section that does not exist; a key that stands outside its section is told where it goes."""
+    """The sentence about a section that does not exist; for a key outside its section it names that section."""
     sections = list(dict.fromkeys(section.split(".")[0] for section in known))
     owners = [section for section, keys in known.items() if name in keys]
     if owners:

@@ -36,7 +36,7 @@ def _shown(path: str) -> str:
 
 
 def host_memory() -> int:
-    """This host's memory in bytes; 0 where the system does not tell it."""
+    """Return this host's memory in bytes; 0 where the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Recognise the variables by which Kubernetes tells a pod of its namespace's services.
+"""Recognise the variables by which Kubernetes announces its namespace's services to a pod.
 
 A service called ``emberpool`` or ``emberpool-gateway`` brings ``EMBERPOOL_SERVICE_HOST=10.0.0.7``,
 ``EMBERPOOL_GATEWAY_PORT=tcp://10.0.0.8:80`` and their like into each pod, unless the pod says ``enableServiceLinks: false``.

@@ -152,7 +152,7 @@ class SandboxSettings(Section):
 
 
 def _default_state_dir(values: dict[str, Any]) -> Path:
-    # Without a name the name itself was refused, and that is the problem that is told.
+    # Without a name the name itself was refused, and that problem is reported.
     return default_state_dir(values.get("name", ""))
 
 

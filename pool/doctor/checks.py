@@ -43,7 +43,7 @@ def nested(mounts: Sequence[Mount], *, source: bool = False) -> list[Mount]:
 
 
 def host_checks(settings: Settings) -> list[Check]:
-    """The configuration against this host: paths and commands. Memory is the engine's to tell."""
+    """The configuration against this host: paths and commands. Memory is the engine's to report."""
     problems = [text for text in check_host(settings, _ENDLESS) if not text.startswith(_MEMORY)]
     problems += [
         f"sandbox.mounts: the source of {mount} lies inside a writable mount's; tool code can put a link to any place of "
@@ -77,7 +77,7 @@ def tools_check(settings: Settings) -> Check:
 def memory_check(settings: Settings, info: EngineInfo) -> Check:
     """What all containers together may use, against the engine's memory."""
     if not info.memory:
-        return Check("memory", "warn", "not checked: the engine does not tell how much it has")
+        return Check("memory", "warn", "not checked: the engine does not report how much it has")
     for problem in check_host(settings, info.memory):
         if problem.startswith(_MEMORY):
             return Check("memory", "fail", printable(problem), "lower one of them, or set pool.overcommit = true")
@@ -111,7 +111,7 @@ def engine_checks(info: EngineInfo) -> list[Check]:
     rights = "rootless" if info.rootless else "rootful"
     cgroups = f"cgroup v{info.cgroup_version or '?'} by {info.cgroup_driver or '?'}"
     text = f"{rights}, {cgroups}, {info.cpus} processors, {info.memory / GIB:.1f} GiB of memory"
-    remedy = "the check `profile` tells whether a limit is ignored for it"
+    remedy = "the check `profile` shows whether a limit is ignored for it"
     return [
         Check("engine facts", "ok", text),
         *(Check("engine facts", "warn", f"the engine says: {printable(warning)}", remedy) for warning in info.warnings),

@@ -206,7 +206,7 @@ async def _guarded(name: str, work: _Work, remedy: str = "", *, patience: float 
         return [Check(name, "fail", f"did not end within {patience:g} s", remedy or "look what hangs")]
     except EmberpoolError as error:
         return [Check(name, "fail", printable(error), remedy)]
-    except Exception as error:  # whatever it is, the other checks have to be told too
+    except Exception as error:  # whatever it is, the other checks have to run too
         log.debug("doctor.unexpected", check=name, exc_info=error)
         return [Check(name, "fail", f"{type(error).__name__}: {printable(error)}", remedy)]
 

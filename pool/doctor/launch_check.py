@@ -44,7 +44,7 @@ class Launch:
 async def check_launch(manifest: Manifest, settings: Settings, doctor: Sequence[Check]) -> list[Launch]:
     """Every tool of the manifest. ``doctor`` is the doctor's report: what fails there refuses the tools in containers.
 
-    Raises ``StagingFailed`` where nothing can be tried out, for want of a temporary directory.
+    Raises ``StagingFailed`` where no temporary directory can be made to try things out in.
     """
     broken = next((check for check in doctor if check.status == "fail"), None)
     return await StagingThreads().run(str(manifest.base), lambda: _check(manifest, settings, broken))
@@ -108,7 +108,7 @@ def _launch(entry: ToolEntry, settings: Settings, broken: Check | None, rehearsa
 def _parse(plan: ToolPlan) -> None:
     """Raises ``InvalidCall`` where the tool's source can be no tool: it does not parse, or has nothing of its function's name.
 
-    Read where it stands and never run; a file that cannot be read is for whoever looks at its directory to tell.
+    Read where it stands and never run; a file that cannot be read is reported by the check of its directory.
     """
     tool = plan.tool
     try:

@@ -138,7 +138,7 @@ def _state(
     escape: Escape, version: str, numbers: tuple[int, int, int, int] | None, package: Package | None
 ) -> tuple[State, str]:
     if numbers is None:
-        return "unknown", "the engine does not tell runc's version"
+        return "unknown", "the engine does not report runc's version"
     if escape.since and numbers < _known(escape.since):
         return "fixed", f"releases before {escape.since} do not have it"
     if _released(escape, numbers):
@@ -149,7 +149,7 @@ def _state(
         return "open", f"first fixed in {' and '.join(escape.fixed)}"
     if package is not None and package.silent(escape.cve):
         return "open", "the package's changelog does not name it"
-    return "unknown", "the distribution may have fixed it; no changelog of this very revision here tells"
+    return "unknown", "the distribution may have fixed it; no changelog of this revision is here to show it"
 
 
 def _released(escape: Escape, numbers: tuple[int, int, int, int]) -> bool:

@@ -43,15 +43,15 @@ class _Damaged(Exception):
 def load_identity(path: Path, containers: Iterable[str]) -> PoolIdentity:
     """Read ``pool.json``, or make it where it is missing or damaged. ``containers`` are the names in the ledger beside it.
 
-    A repaired identity has the id that those names tell, so that the pool still recognises what it has made; the secret is
-    new. Where they tell none, or more than one, the id is new too: it recognises nothing but what the ledger knows by its
+    A repaired identity has the id in those names, so that the pool still recognises what it has made; the secret is
+    new. Where they hold none, or more than one, the id is new too: it recognises nothing but what the ledger knows by its
     full ID. Raises ``PoolUnusable`` for a file that is another's or a newer version's, and ``OSError``.
     """
     names = list(containers)
     with suppress(FileNotFoundError, _Damaged):
         return _read(path)
-    told = {match[1] for name in names if (match := _CONTAINER_NAME.match(name))}
-    pool_id = told.pop() if len(told) == 1 else secrets.token_hex(6)
+    ids = {match[1] for name in names if (match := _CONTAINER_NAME.match(name))}
+    pool_id = ids.pop() if len(ids) == 1 else secrets.token_hex(6)
     secret = secrets.token_bytes(32)
     path.with_name(f".new-{path.name}").unlink(missing_ok=True)
     # Without a file and without containers it is a new directory, or one whose first start was cut off.

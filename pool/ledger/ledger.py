@@ -66,7 +66,7 @@ class StateDirectory:
     """An open, locked state directory. Make one with ``StateDirectory.open``; ``close`` gives the lock back.
 
     ``repaired`` are the files that were damaged when it was opened, and ``foreign`` those in the ledger that no pool makes,
-    which are left alone. ``boot`` is the boot whose entries tell the whole truth; ``""`` where none do.
+    which are left alone. ``boot`` is the boot whose entries are complete; ``""`` where none are.
     """
 
     def __init__(self, path: Path, lock: HeldLock, pool_id: str, secret: bytes) -> None:
@@ -127,7 +127,7 @@ class StateDirectory:
     # --- the ledger ---------------------------------------------------------------------------------------------------
 
     def entries(self) -> list[Entry]:
-        """Every container that may exist. An entry whose content is damaged is one whose ID was never told, made when its file
+        """Every container that may exist. An entry whose content is damaged is one whose ID is unknown, made when its file
         was written. Raises ``PoolUnusable`` where a link or another user's file has an entry's place."""
         return [entry for entry, _ in self._read()]
 
@@ -270,7 +270,7 @@ class StateDirectory:
 
 
 def _meaning(file: Path) -> tuple[str, EntryState | None]:
-    """The container's name and the state that an entry's file name tells; no state where no pool makes such a file."""
+    """Return the container's name and the state in an entry's file name; no state where no pool makes such a file."""
     name, _, state = file.name.rpartition(".")
     # The name becomes a path below `staging`, and a word to an engine.
     if _NAME.match(name):

@@ -22,7 +22,7 @@ class NotOurs(ValueError):
 
 
 class StateLocked(PoolUnusable):
-    """Another pool lives in this state directory. ``holder`` says who, as far as its lock file tells."""
+    """Another pool lives in this state directory. ``holder`` says who, as far as its lock file shows."""
 
     def __init__(self, path: Path, holder: str) -> None:
         super().__init__(
@@ -162,7 +162,7 @@ def _holder(path: Path, lock: int) -> str:
 
 
 def _having_open(path: Path) -> list[str]:
-    """The other processes that have a file open, as Linux tells of those that this user may look at."""
+    """The other processes that have a file open, as Linux lists those that this user may look at."""
     found, place = set(), path.resolve()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):

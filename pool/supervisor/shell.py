@@ -60,7 +60,7 @@ class Waiting:
     def reply(self, answer: Effect) -> None:
         """Answer, and wake the caller."""
         self.answer = answer
-        self.changed.tell()
+        self.changed.notify()
 
     def end(self, refusal: Refusal) -> None:
         """End the call that runs, or is about to, with a refusal; the first one holds."""
@@ -193,7 +193,7 @@ class Shell:
         finally:
             self._feeding = False
         self._settle()
-        self.stepped.tell()
+        self.stepped.notify()
         if self.state.next_wake < self._woken:
             self._earlier.set()
         # Whatever a sink does now (a cancel or KeyboardInterrupt in it, a call of the pool by a hook), all has been done.
@@ -262,7 +262,7 @@ class Shell:
                 place.reply(ev.Refuse(waiter, refusal))
             else:
                 place.end(replace(refusal, started=True))
-        self.stepped.tell()
+        self.stepped.notify()
         self.log.error("pool.failed", error=str(error))
 
     async def clear_away(self, *, everything: bool) -> None:

@@ -84,7 +84,7 @@ class Sweeper:
         """Every entry of the ledger that is not in use, for ``sweep``.
 
         The first survey spares the youngest standbys, ``min_standby`` at most, that are fit to be adopted and of which the
-        engine tells in time; what has not been claimed by the next one is found by it. Raises ``PoolUnusable``.
+        engine describes in time; what has not been claimed by the next one is found by it. Raises ``PoolUnusable``.
         """
         self.withdraw()
         entries = sorted(self._state.entries(), key=lambda entry: -entry.created)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from executor.errors import ImageMissing
 from pool.cli import doctor
 from pool.cli import tool as cli_tool
-from pool.cli.errors import told
+from pool.cli.errors import reported
 from pool.cli.output import hung, say, with_margin
 from pool.config.load import ConfigError, Problem
 from pool.doctor.checks import Check
@@ -189,12 +189,12 @@ def _launches() -> None:
 
 
 def _refusal() -> None:
-    with suppress(typer.Exit), told():
+    with suppress(typer.Exit), reported():
         raise ImageMissing(ODD)
 
 
 def _configuration() -> None:
-    with suppress(typer.Exit), told():
+    with suppress(typer.Exit), reported():
         raise ConfigError([Problem("sandbox.image", ODD)])
 
 
