@@ -328,7 +328,7 @@ def test_a_damaged_state_directory_is_read_from_its_names(engine: ScriptedEngine
     result = run(state_dir)
     assert result.exit_code == 0, result.output
     assert (
-        f"{place} was damaged, and names what its file names tell: pool.json, ledger/{names[1]}.bound" in result.stdout
+        f"{place} was damaged; the names come from its file names: pool.json, ledger/{names[1]}.bound" in result.stdout
     )
     assert list(engine.boxes) == [names[2]]
     assert place.exists() == (name == "state")
