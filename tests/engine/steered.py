@@ -29,7 +29,11 @@ def processes(*words: str) -> list[int]:
 
 
 def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    """The pid of a process's parent; 0 where the process has just ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def clients(*words: str) -> list[int]:

@@ -123,7 +123,7 @@ async def test_second_pool_of_one_name_is_refused_at_once_and_touches_nothing(
     async with staged("a second pool of the name", daemon, recoveries, settings) as scene:
         for moment in MOMENTS:
             async with scene.at(moment, then="true") as hit:
-                with anyio.fail_after(1.0), pytest.raises(PoolUnusable, match=f"live pool \\(pid {os.getpid()}"):
+                with anyio.fail_after(10.0), pytest.raises(PoolUnusable, match=f"live pool \\(pid {os.getpid()}"):
                     await SandboxPool(settings).__aenter__()
                 if hit.tool:
                     os.kill(hit.tool, signal.SIGTERM)

@@ -77,7 +77,7 @@ async def test_nothing_of_a_call_outlives_it(real_engine: Room, ends: bool) -> N
             # What is forked goes on sleeping; at the end of a call its main process goes.
             quick = "\nimport os\nif os.getppid() == parent:\n    print('begun', flush=True)\n    os._exit(0)\n" + WAIT
             source = "import os\nparent = os.getppid()\n" + code + (quick if ends else WAIT)
-            result = await box.call(Call(code=source, timeout=20 if ends else 0.6))
+            result = await box.call(Call(code=source, timeout=20 if ends else 1.5))
             assert (result.timed_out, result.exit_code) == ((False, 0) if ends else (True, None)), name
             assert result.stdout.startswith(b"begun"), name
             assert await usable_or_gone(box), name
