@@ -32,10 +32,6 @@ from tests.support.selection import pytest_runtest_makereport as pytest_runtest_
 ENGINE_IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "")
 
 
-FULL: dict[str, tuple[str, ...]] = {}
-"""What the quick set leaves out: patterns of tests, and of their parameters' IDs that it keeps."""
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the environment as the tests find it, and draw the seeds of random schedules."""
     config.stash[_ENVIRONMENT] = _environment()
@@ -52,10 +48,10 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"{'everything' if config.option.full else 'quick set'}, --first-seed {config.option.first_seed}"
 
 
-@pytest.hookimpl(trylast=True)  # after those of the directories below, which mark their own tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose what runs: in the quick set, each test on the real engine in one of its cases."""
     parallel.check_daemon(items)
-    selection.mark_full(items, FULL)
+    selection.mark_all_but_one(config, [item for item in items if item.get_closest_marker("engine")])
     selection.deselect(config, items)
 
 

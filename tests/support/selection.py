@@ -1,7 +1,8 @@
 """Which tests run when: the quick set, everything there is (``--full``), and random schedules by fresh seeds.
 
-A plain run leaves out what is marked ``full``; a test that is named by its node ID always runs. A test marked ``seeds``
-takes a random ``seed``: each run draws new ones, and a failure prints how to run that seed again (``--seed N``).
+A plain run leaves out what is marked ``full``, and of a test on the real engine all cases but one that it draws; a test
+that is named by its node ID always runs. A test marked ``seeds`` takes a random ``seed``: each run draws new ones, and a
+failure prints how to run that seed again (``--seed N``).
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ import os
 import random
 import re
 import secrets
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
 from zlib import crc32
 
 import pytest
-
-BACKENDS = ("asyncio", "trio")
+from hypothesis import HealthCheck, settings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,12 +29,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    """Draw the number that this run's seeds are drawn from; a worker process takes that of the run."""
+    """Draw the number that this run's seeds are drawn from (a worker process takes that of the run), and say how many
+    examples a property is tried on."""
     option = config.option
     if option.seed is None and os.environ.get("EMBERPOOL_SEED"):
         option.seed = int(os.environ["EMBERPOOL_SEED"])
     if option.first_seed is None:
         option.first_seed = getattr(config, "workerinput", {}).get("first_seed", secrets.randbits(32))
+    if not config.getoption("--hypothesis-profile"):
+        # On a busy machine an example may take long for no fault of its own.
+        settings.register_profile(
+            "emberpool",
+            max_examples=400 if option.full else 100,
+            deadline=None,
+            print_blob=True,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
+        settings.load_profile("emberpool")
 
 
 # --- seeds ------------------------------------------------------------------------------------------------------------
@@ -78,29 +88,20 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 # --- the quick set ----------------------------------------------------------------------------------------------------
 
 
-def mark_full(items: Sequence[pytest.Item], kept: Mapping[str, Sequence[str]]) -> None:
-    """Mark ``full`` what the quick set leaves out. ``kept`` maps patterns of node IDs, without parameters, to patterns of
-    the parameters' IDs that it keeps: none for no case at all."""
+def mark_all_but_one(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Mark ``full`` all cases of each test but one, which each run draws anew: a backend, a fault, a limit.
+
+    What failed last time stays. Over some runs each case has its turn.
+    """
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        name, _, case = item.nodeid.partition("[")
-        for pattern, cases in kept.items():
-            if fnmatchcase(name, pattern) and not any(fnmatchcase(case.removesuffix("]"), one) for one in cases):
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    failed = set(_last_failed(config))
+    for name, of_one in cases.items():
+        drawn = crc32(f"{config.option.first_seed} {name}".encode()) % len(of_one)
+        for number, item in enumerate(of_one):
+            if number != drawn and item.nodeid not in failed:
                 item.add_marker(pytest.mark.full)
-
-
-def mark_one_backend(items: Sequence[pytest.Item]) -> None:
-    """Mark ``full`` one of the two cases of a test that runs on asyncio and on trio: half of the tests keep the one, half
-    the other. A test of a single backend is left as it is."""
-    cases: dict[str, dict[str, pytest.Item]] = {}
-    for item in items:
-        params = getattr(getattr(item, "callspec", None), "params", {})
-        backend = params.get("anyio_backend")
-        if backend in BACKENDS:
-            rest = "-".join(part for part in item.nodeid.split("[", 1)[1].rstrip("]").split("-") if part != backend)
-            cases.setdefault(f"{item.nodeid.partition('[')[0]}[{rest}]", {})[backend] = item
-    for name, both in cases.items():
-        if len(both) == len(BACKENDS):
-            both[BACKENDS[crc32(name.encode()) % 2]].add_marker(pytest.mark.full)
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
