@@ -71,7 +71,8 @@ def _seeds(metafunc: pytest.Metafunc, *, quick: int, full: int) -> list[int]:
 
 
 def _last_failed(config: pytest.Config) -> Iterable[str]:
-    return config.cache.get("cache/lastfailed", {}) if config.cache is not None else ()
+    cache = getattr(config, "cache", None)  # there is none with -p no:cacheprovider
+    return cache.get("cache/lastfailed", {}) if cache is not None else ()
 
 
 @pytest.hookimpl(wrapper=True)
