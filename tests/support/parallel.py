@@ -24,7 +24,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     ``--dist loadgroup`` does this too, and writes the group into each test's name: that name can then neither be typed
     again nor be found by ``--lf``.
     """
-    from xdist.scheduler import LoadScopeScheduling  # where it is not installed, nothing asks for a scheduler
+    # Where it is not installed, nothing asks for a scheduler.
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     class OneDaemon(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
