@@ -172,6 +172,7 @@ async def test_standbys_of_a_killed_gateway_are_taken_over_and_serve(
         assert users.count(f"{uid}:{uid}") == 1 or os.geteuid() != 0
 
 
+@pytest.mark.full  # the quick set waits for the killed gateway's clients to end
 async def test_a_start_right_after_the_kill_has_its_standbys_whatever_it_finds(
     engine: CommandLineEngine, settings: Settings
 ) -> None:
@@ -198,6 +199,7 @@ async def test_a_standby_with_a_process_inside_is_replaced(engine: CommandLineEn
         assert set(standbys) - {touched} < pool._shell.containers.names
 
 
+@pytest.mark.full  # the quick set has it on a scripted engine
 async def test_standbys_of_other_settings_are_replaced(engine: CommandLineEngine, settings: Settings) -> None:
     await kill_a_gateway(settings)
     standbys = entries(settings.pool.state_dir, "standby")

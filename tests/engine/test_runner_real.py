@@ -267,7 +267,7 @@ async def test_code_that_no_file_can_hold_is_refused_before_it_is_sent_and_what_
             with pytest.raises(InvalidCall, match=named):
                 await anext(events)
         for module in ("sandbox", "cold"):
-            monkeypatch.setattr(f"executor.{module}.check_code", lambda call, file_size_mb: None)
+            monkeypatch.setattr(f"executor.sandbox.{module}.check_code", lambda call, file_size_mb: None)
         for call in (box.call, plain.call, partial(real_engine.cold, limits=limits)):
             result = await call(larger)
             assert (result.exit_code, result.stdout) == (126, b"")
