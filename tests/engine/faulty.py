@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,8 @@ def daemon(private_daemon: Daemon) -> Iterator[Daemon]:
             anyio.run(private_daemon.up)
     left = private_daemon.containers()
     for name in left:
-        private_daemon.docker("rm", "-f", name)
+        with suppress(subprocess.CalledProcessError):  # it has just gone
+            private_daemon.docker("rm", "-f", name)
     assert left == [], "the test left containers behind"
 
 

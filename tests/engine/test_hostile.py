@@ -208,7 +208,7 @@ async def test_runner_that_is_stopped_after_its_answer_costs_the_sandbox_within_
     async with real_engine.armed(parallel=2) as box:
         result = await box.call(Call(code=PRELUDE + STOPS_ITS_RUNNER))
         assert (result.exit_code, result.timed_out) == (0, False)
-        await until(lambda: box.poisoned, limit=10)
+        await until(lambda: box.poisoned, limit=30)
         with pytest.raises(SandboxDied, match="no heartbeat or progress within 1 s while cleaning") as caught:
             await box.call(Call(code=WHO))
         assert not caught.value.started

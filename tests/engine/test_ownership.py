@@ -110,7 +110,11 @@ def with_pool(settings: Settings, **changes: Any) -> Settings:
 
 def entries(state_dir: Path, state: str = "*") -> dict[str, str]:
     """The full container IDs that the ledger knows, by name."""
-    return {file.stem: json.loads(file.read_text())["container"] for file in (state_dir / "ledger").glob(f"*.{state}")}
+    found = {}
+    for file in (state_dir / "ledger").glob(f"*.{state}"):
+        with suppress(FileNotFoundError):  # a pool that lives has just renamed or removed it
+            found[file.stem] = json.loads(file.read_text())["container"]
+    return found
 
 
 async def until(condition: Callable[[], object]) -> None:
