@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT
-from tests.support.selection import mark_all_but_one
+from tests.support.selection import mark_undrawn
 
 CHAOS = "tests/pool/test_chaos.py::test_whatever_fails_every_call_ends_once_and_the_pool_heals"
 TRACED = "tests/engine/test_traced.py"
@@ -31,12 +31,13 @@ def names(nodes: list[str]) -> Counter[str]:
     return Counter(node.partition("[")[0] for node in nodes)
 
 
+@pytest.mark.full  # each process imports everything
 def test_a_quick_run_has_fresh_seeds_and_one_case_of_each_test_on_the_engine() -> None:
     files = [CHAOS.partition("::")[0], TRACED]
     one, other = collected(*files), collected(*files, "--first-seed", "1")
     full = collected(*files, "--first-seed", "1", "--full")
     seeds = [{node for node in nodes if node.startswith(CHAOS)} for nodes in (one, other, full)]
-    assert [len(nodes) for nodes in seeds] == [25, 25, 100]
+    assert [len(nodes) for nodes in seeds] == [15, 15, 100]
     assert not seeds[0] & seeds[1]
     assert seeds[1] < seeds[2]
     traced = [names([node for node in nodes if node.startswith(TRACED)]) for nodes in (one, other, full)]
@@ -44,6 +45,7 @@ def test_a_quick_run_has_fresh_seeds_and_one_case_of_each_test_on_the_engine() -
     assert max(traced[2].values()) > 1
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("words", "env", "seed"),
     [([CHAOS, "--seed", "7"], {}, 7), ([CHAOS], {"EMBERPOOL_SEED": "8"}, 8), ([f"{CHAOS}[9]"], {}, 9)],
@@ -58,14 +60,18 @@ def test_over_some_runs_each_case_has_its_turn() -> None:
         def __init__(self, nodeid: str) -> None:
             self.nodeid, self.full = nodeid, False
 
+        def get_closest_marker(self, name: str) -> pytest.Mark | None:
+            return pytest.mark.drawn(cases=2).mark if name == "drawn" else None
+
         def add_marker(self, marker: object) -> None:
             self.full = True
 
-    drawn = set()
+    drawn: set[str] = set()
     for first_seed in range(50):
-        cases: list[Any] = [Case(f"a.py::test[{name}]") for name in "xyz"]
+        cases: list[Any] = [Case(f"a.py::test[{name}]") for name in "wxyz"]
         config: Any = SimpleNamespace(option=SimpleNamespace(first_seed=first_seed))
-        mark_all_but_one(config, cases)
-        (left,) = [case.nodeid for case in cases if not case.full]
-        drawn.add(left)
-    assert len(drawn) == 3
+        mark_undrawn(config, cases)
+        left = [case.nodeid for case in cases if not case.full]
+        assert len(left) == 2
+        drawn.update(left)
+    assert len(drawn) == 4

@@ -1,7 +1,7 @@
 """Which tests run when: the quick set, everything there is (``--full``), and random schedules by fresh seeds.
 
-A plain run leaves out what is marked ``full``, and of a test on the real engine all cases but one that it draws; a test
-that is named by its node ID always runs. A test marked ``seeds`` takes a random ``seed``: each run draws new ones, and a
+A plain run leaves out what is marked ``full``, and of a test on the real engine, or one marked ``drawn``, all cases but
+one that it draws; a test that is named by its node ID always runs. A test marked ``seeds`` takes a random ``seed``: each run draws new ones, and a
 failure prints how to run that seed again (``--seed N``).
 """
 
@@ -13,7 +13,6 @@ import re
 import secrets
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path
-from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -89,19 +88,23 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 # --- the quick set ----------------------------------------------------------------------------------------------------
 
 
-def mark_all_but_one(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Mark ``full`` all cases of each test but one, which each run draws anew: a backend, a fault, a limit.
+def mark_undrawn(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Mark ``full`` all cases of each test but those that this run draws, by a test on the real engine or one that is marked
+    ``drawn`` (of which ``cases`` stay, by default one): a backend, a fault, a limit.
 
     What failed last time stays. Over some runs each case has its turn.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if item.get_closest_marker("drawn") or item.get_closest_marker("engine"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     failed = set(_last_failed(config))
     for name, of_one in cases.items():
-        drawn = crc32(f"{config.option.first_seed} {name}".encode()) % len(of_one)
-        for number, item in enumerate(of_one):
-            if number != drawn and item.nodeid not in failed:
+        marker = of_one[0].get_closest_marker("drawn")
+        count = marker.kwargs.get("cases", 1) if marker else 1
+        drawn = random.Random(f"{config.option.first_seed} {name}").sample(of_one, min(count, len(of_one)))
+        for item in of_one:
+            if item not in drawn and item.nodeid not in failed:
                 item.add_marker(pytest.mark.full)
 
 
