@@ -25,13 +25,34 @@ from executor.errors import EmberpoolError
 from executor.sandbox.profile import LABEL_POOL
 from pool.config.load import Settings
 from pool.supervisor import containers
+from tests.support import parallel, selection
+from tests.support.selection import pytest_addoption as pytest_addoption
+from tests.support.selection import pytest_runtest_makereport as pytest_runtest_makereport
 
 ENGINE_IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the environment as the tests find it."""
+    """Keep the environment as the tests find it, and draw the seeds of random schedules."""
     config.stash[_ENVIRONMENT] = _environment()
+    selection.configure(config)
+    config.pluginmanager.register(parallel)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    selection.generate_seeds(metafunc)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Say what runs, and how to draw the same seeds again."""
+    return f"{'everything' if config.option.full else 'quick set'}, --first-seed {config.option.first_seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose what runs."""
+    parallel.check_daemon(items)
+    selection.mark_undrawn(config, items)
+    selection.deselect(config, items)
 
 
 @pytest.hookimpl(wrapper=True)

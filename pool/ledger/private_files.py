@@ -164,10 +164,12 @@ def _holder(path: Path, lock: int) -> str:
 def _having_open(path: Path) -> list[str]:
     """The other processes that have a file open, as Linux lists those that this user may look at."""
     found, place = set(), path.resolve()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            if link.readlink() == place:  # looking at the file behind a link could wait for a network
-                found.add(link.parts[2])
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # another user's, or it has just ended
+            for link in (process / "fd").iterdir():
+                with suppress(OSError):
+                    if link.readlink() == place:  # looking at the file behind a link could wait for a network
+                        found.add(process.name)
     return sorted(found - {str(os.getpid())}, key=int)
 
 

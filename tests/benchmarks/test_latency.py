@@ -390,6 +390,7 @@ def test_a_quick_run_measures_every_mode_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full  # the benchmark as a user runs it, and Ctrl-C
 @pytest.mark.engine
 @pytest.mark.usefixtures("real_engine")
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -522,6 +522,7 @@ def pool_ids(tmp_path: Path) -> list[str]:
     return [json.loads(file.read_text())["pool_id"] for file in tmp_path.glob("*/state/pool.json")]
 
 
+@pytest.mark.full  # the soak as a user runs it, for some seconds
 @pytest.mark.engine
 @pytest.mark.usefixtures("real_engine")
 def test_a_short_run_uses_the_pool_in_every_way_passes_and_leaves_nothing(tmp_path: Path) -> None:
@@ -549,6 +550,7 @@ def test_a_short_run_uses_the_pool_in_every_way_passes_and_leaves_nothing(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full  # the soak as a user runs it, and Ctrl-C
 @pytest.mark.engine
 @pytest.mark.usefixtures("real_engine")
 def test_an_interrupted_run_still_reports_balances_and_leaves_nothing(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from executor.sandbox.profile import LABEL_POOL, ContainerProfile, Identity
 from executor.sandbox.request import Call
 from executor.sandbox.sandbox import RunnerOptions, Sandbox, SandboxSpec
 from executor.sandbox.start import start_sandbox
-from tests.engine.faulty import IMAGE, report_recoveries
+from tests.engine.faulty import IMAGE
 from tests.engine.faulty import daemon as daemon
 from tests.engine.faulty import private_daemon as private_daemon
 from tests.engine.faulty import recoveries as recoveries
@@ -117,10 +117,6 @@ class Room:
         await self.engine.import_tar(tar, reference, changes)
         self.images.append(reference)
         return await self.engine.image(reference)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    report_recoveries(terminalreporter)
 
 
 @pytest.fixture

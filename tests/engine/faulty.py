@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -188,7 +189,8 @@ def daemon(private_daemon: Daemon) -> Iterator[Daemon]:
             anyio.run(private_daemon.up)
     left = private_daemon.containers()
     for name in left:
-        private_daemon.docker("rm", "-f", name)
+        with suppress(subprocess.CalledProcessError):  # it has just gone
+            private_daemon.docker("rm", "-f", name)
     assert left == [], "the test left containers behind"
 
 
@@ -212,6 +214,17 @@ _RECOVERIES = pytest.StashKey[list[Recovery]]()
 def recoveries(pytestconfig: pytest.Config) -> list[Recovery]:
     """The record of this run; it is printed at its end."""
     return pytestconfig.stash.setdefault(_RECOVERIES, [])
+
+
+def hand_over_recoveries(config: pytest.Config) -> None:
+    """Send a worker process's record to the one that prints, for ``pytest_sessionfinish``."""
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["recoveries"] = [astuple(row) for row in config.stash.get(_RECOVERIES, [])]
+
+
+def take_over_recoveries(config: pytest.Config, output: dict[str, Any]) -> None:
+    """Add what a worker process has recorded, for ``pytest_testnodedown``."""
+    config.stash.setdefault(_RECOVERIES, []).extend(Recovery(*row) for row in output.get("recoveries", ()))
 
 
 def report_recoveries(terminal: pytest.TerminalReporter) -> None:

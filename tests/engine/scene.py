@@ -148,6 +148,9 @@ class Scene:
         self.tasks.start_soon(self._call, hit, ["sh", "-c", script], timeout)
         await until(lambda: hit.done.is_set() or processes("sleep", mark))
         hit.tool, hit.began = next(iter(processes("sleep", mark)), 0), anyio.current_time()
+        assert hit.tool, (
+            f"the call ended before it was struck: {hit.outcome!r}"
+        )  # a signal to 0 would be one to the tests
         yield hit
         await self.outcome(hit)
 

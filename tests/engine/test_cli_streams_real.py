@@ -17,6 +17,7 @@ def anyio_backend() -> str:
     return "asyncio"  # the command has a loop of its own
 
 
+@pytest.mark.full  # a command for each kind of stream; the quick set has them in pool/cli
 async def test_a_call_ends_in_no_traceback_whatever_its_streams_are(engine_settings: Settings) -> None:
     state_dir = engine_settings.pool.state_dir
     state_dir.parent.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
 """Many clients on a pool of real containers: hands that kill, callers that give up, a pool that is resized meanwhile.
 
-``EMBERPOOL_STORM_SECONDS`` says for how long, ``EMBERPOOL_STORM_CLIENTS`` and ``EMBERPOOL_STORM_SANDBOXES`` how many.
+``EMBERPOOL_STORM_SECONDS`` says for how long (8 s, and 60 s with ``--full``), ``EMBERPOOL_STORM_CLIENTS`` and ``EMBERPOOL_STORM_SANDBOXES`` how many.
 The accounts are printed at the end (``pytest -s`` shows them).
 """
 
@@ -28,7 +28,7 @@ from tests.support.storm import Accounts, Judge
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
-SECONDS = float(os.environ.get("EMBERPOOL_STORM_SECONDS", "60"))
+SECONDS = os.environ.get("EMBERPOOL_STORM_SECONDS", "")
 CLIENTS = int(os.environ.get("EMBERPOOL_STORM_CLIENTS", "100"))
 SANDBOXES = int(os.environ.get("EMBERPOOL_STORM_SANDBOXES", "20"))
 STANDBYS = 2
@@ -85,10 +85,13 @@ async def resizes(pool: SandboxPool, dice: random.Random) -> None:
         pool.resize(max_sandboxes=most, min_standby=dice.randint(0, STANDBYS))
 
 
-@pytest.mark.timeout(120 + 3 * SECONDS)
-async def test_storm_leaves_balanced_accounts_fair_grants_and_a_pool_at_rest(daemon: Daemon, state_dir: Path) -> None:
-    seed = secrets.randbelow(1_000_000)
-    print(f"seed {seed}: {CLIENTS} clients on {SANDBOXES} sandboxes for {SECONDS:g} s")  # noqa: T201 - it is what the run did
+@pytest.mark.timeout(120 + 3 * float(SECONDS or 60))
+async def test_storm_leaves_balanced_accounts_fair_grants_and_a_pool_at_rest(
+    daemon: Daemon, state_dir: Path, pytestconfig: pytest.Config
+) -> None:
+    seconds = float(SECONDS or (60 if pytestconfig.option.full else 8))
+    seed = secrets.randbelow(1_000_000) if pytestconfig.option.seed is None else pytestconfig.option.seed
+    print(f"seed {seed}: {CLIENTS} clients on {SANDBOXES} sandboxes for {seconds:g} s")  # noqa: T201 - it is what the run did
     dice, accounts = random.Random(seed), Accounts()
     settings = pool_settings(
         state_dir,
@@ -109,10 +112,10 @@ async def test_storm_leaves_balanced_accounts_fair_grants_and_a_pool_at_rest(dae
             async with anyio.create_task_group() as troubles:
                 troubles.start_soon(hand, pool, daemon, dice)
                 troubles.start_soon(resizes, pool, dice)
-                with anyio.fail_after(SECONDS + 60.0):
+                with anyio.fail_after(seconds + 60.0):
                     async with anyio.create_task_group() as clients:
                         for _ in range(CLIENTS):
-                            clients.start_soon(client, pool, accounts, dice, anyio.current_time() + SECONDS)
+                            clients.start_soon(client, pool, accounts, dice, anyio.current_time() + seconds)
                 troubles.cancel_scope.cancel()
             assert_balanced(pool)
             pool.resize(max_sandboxes=SANDBOXES, min_standby=STANDBYS)

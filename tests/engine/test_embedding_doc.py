@@ -105,6 +105,7 @@ async def test_a_pytest_fixture_of_module_scope_holds_a_pool(engine_settings: Se
     assert b"2 passed" in done.stdout
 
 
+@pytest.mark.full  # the quick set has FastAPI and pytest of this page
 async def test_flask_serves_from_threads_through_a_portal(engine_settings: Settings, place: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -142,6 +143,7 @@ manager.shutdown_kernel(now=True)
 """
 
 
+@pytest.mark.full  # starts a Jupyter kernel
 async def test_a_notebooks_cells_share_a_pool(engine_settings: Settings) -> None:
     cells = [source for name, source in PROGRAMS.items() if name.startswith("cell ")]
     done = await anyio.run_process(
@@ -153,6 +155,7 @@ async def test_a_notebooks_cells_share_a_pool(engine_settings: Settings) -> None
     assert "Output(stream='stdout'" in answers[2][1]
 
 
+@pytest.mark.full  # the quick set has FastAPI and pytest of this page
 async def test_an_mcp_server_speaks_over_stdio(engine_settings: Settings, place: Path) -> None:
     server = StdioServerParameters(
         command=sys.executable, args=["server.py"], env=variables(engine_settings), cwd=str(place)

@@ -62,6 +62,7 @@ def differing(pairs: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
+@pytest.mark.full  # a container for each program; the quick set compares runners
 async def test_code_of_a_plain_exec_or_a_cold_container_is_a_file_of_python3_too(real_engine: Room) -> None:
     pairs: dict[str, tuple[Any, Any]] = {}
     async with real_engine.armed() as box, real_engine.sandbox() as plain:

@@ -77,7 +77,7 @@ async def test_nothing_of_a_call_outlives_it(real_engine: Room, ends: bool) -> N
             # What is forked goes on sleeping; at the end of a call its main process goes.
             quick = "\nimport os\nif os.getppid() == parent:\n    print('begun', flush=True)\n    os._exit(0)\n" + WAIT
             source = "import os\nparent = os.getppid()\n" + code + (quick if ends else WAIT)
-            result = await box.call(Call(code=source, timeout=20 if ends else 0.6))
+            result = await box.call(Call(code=source, timeout=20 if ends else 1.5))
             assert (result.timed_out, result.exit_code) == ((False, 0) if ends else (True, None)), name
             assert result.stdout.startswith(b"begun"), name
             assert await usable_or_gone(box), name
@@ -208,7 +208,7 @@ async def test_runner_that_is_stopped_after_its_answer_costs_the_sandbox_within_
     async with real_engine.armed(parallel=2) as box:
         result = await box.call(Call(code=PRELUDE + STOPS_ITS_RUNNER))
         assert (result.exit_code, result.timed_out) == (0, False)
-        await until(lambda: box.poisoned, limit=10)
+        await until(lambda: box.poisoned, limit=30)
         with pytest.raises(SandboxDied, match="no heartbeat or progress within 1 s while cleaning") as caught:
             await box.call(Call(code=WHO))
         assert not caught.value.started

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -20,8 +21,8 @@ from tests.support.pools import outcome
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
-SECONDS = "33.198765432"
-"""Seconds for which nothing else of this machine sleeps."""
+SECONDS = f"33.{os.getpid():09d}"
+"""Seconds for which nothing else of this machine sleeps, a test in another process included."""
 CROWD = Call(argv=("sh", "-c", f"for i in 1 2 3 4 5 6 7 8 9; do sleep {SECONDS} & done; sleep {SECONDS}"), timeout=1.5)
 
 

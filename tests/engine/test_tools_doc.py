@@ -19,6 +19,7 @@ PROGRAM, *FRAGMENTS = blocks("tools.md", "python")
 EXAMPLES = load_settings(ROOT / "docs" / "examples" / "emberpool.toml", {}).model_dump(exclude_unset=True)["agents"]
 
 
+@pytest.mark.full  # each command of the page in turn; the quick set runs its program and its examples
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_every_command_prints_what_the_page_says(engine_settings: Settings) -> None:
     page = commands("tools.md")

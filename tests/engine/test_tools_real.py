@@ -398,7 +398,7 @@ async def test_a_directory_that_cannot_be_shown_to_a_sandbox_is_refused(shop: Sh
         name = f"tool{spoil.__name__}"
         tool = shop.tools.write(f"{name}/{name}.py", f"def {name}(): return 'fine'\n").parent
         spoil(tool)
-        with anyio.fail_after(10):
+        with anyio.fail_after(30):
             assert words in await refused(shop, shop.plan(name))
         # On the host nothing is copied, and the tool runs where it stands.
         assert (await shop.call(name, place="limits")).output == "fine"

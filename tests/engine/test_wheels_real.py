@@ -53,6 +53,7 @@ def download(place: Path, version: str) -> None:
         file.chmod(0o755)  # the calls' uid reads them
 
 
+@pytest.mark.full  # downloads 50 MB of wheels
 @pytest.mark.timeout(300)
 async def test_numpy_pandas_and_pip_work_in_a_session(real_engine: Room, tmp_path: Path) -> None:
     wheels = real_engine.place / "wheels"

@@ -17,7 +17,7 @@ from tests.support.pools import assert_balanced, assert_closed, running, setting
 from tests.support.scripted import Fault, ScriptedEngine
 from tests.support.stepwise import Cancelled, after_turns, at_pause, every_place
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.drawn]  # each test cancels at every await in turn
 
 Act = Callable[[SandboxPool], Awaitable[object]]
 PLACES = pytest.mark.parametrize("cancelled", [at_pause, after_turns])

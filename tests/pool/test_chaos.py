@@ -130,7 +130,7 @@ async def _fail(engine: ScriptedEngine, dice: random.Random) -> None:
                 engine.faults[dice.choice(OPERATIONS)].append(dice.choice(FAULTS))
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.seeds(quick=15, full=100)
 async def test_whatever_fails_every_call_ends_once_and_the_pool_heals(state_dir: Path, seed: int) -> None:
     dice, ended = random.Random(seed), list[object]()
     settings = settings_of(state_dir, min_standby=1, max_sandboxes=3, resync_interval=15, drain_timeout=100)

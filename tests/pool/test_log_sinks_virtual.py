@@ -385,6 +385,7 @@ async def stage(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         yield Stage(engine, state_dir, monkeypatch)
 
 
+@pytest.mark.drawn(cases=15)  # each event by itself; that of all at once is in the quick set
 @pytest.mark.parametrize("once", [True, False], ids=["once", "always"])
 @pytest.mark.parametrize(("scene", "event"), [(key, event) for key, (_, events) in SCENES.items() for event in events])
 async def test_a_sink_that_raises_at_an_event_changes_nothing(

@@ -1,13 +1,11 @@
-"""Thousands of random schedules under virtual time: clients that come, cancel and go, an engine that fails, a pool that is
-resized. Whatever happens, the accounts balance, grants are first come first served, and the pool comes to rest.
+"""Random schedules under virtual time: clients that come, cancel and go, an engine that fails, a pool that is resized.
+Whatever happens, the accounts balance, grants are first come first served, and the pool comes to rest.
 
-Each test is one schedule; its number is the seed. ``EMBERPOOL_STORM_SCHEDULES`` says how many there are, and
-``EMBERPOOL_STORM_FIRST`` which is the first.
+Each test is one schedule, drawn from its seed. Every run draws new ones; ``--seed N`` runs one again.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -39,8 +37,6 @@ from tests.support.storm import Accounts, Judge
 
 pytestmark = pytest.mark.anyio
 
-FIRST = int(os.environ.get("EMBERPOOL_STORM_FIRST", "0"))
-SCHEDULES = range(FIRST, FIRST + int(os.environ.get("EMBERPOOL_STORM_SCHEDULES", "2000")))
 STEPS = (
     "echo x",
     "echo x",
@@ -135,7 +131,7 @@ async def trouble(pool: SandboxPool, engine: ScriptedEngine, dice: random.Random
                 engine.faults[dice.choice(OPERATIONS)].append(dice.choice(FAULTS))
 
 
-@pytest.mark.parametrize("seed", SCHEDULES)
+@pytest.mark.seeds(quick=100, full=2000)
 async def test_schedule_leaves_balanced_accounts_and_a_pool_at_rest(
     state_dir: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def run(place: Path, words: str, redirections: str) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
+@pytest.mark.drawn(cases=2)  # several processes for each
 @pytest.mark.parametrize("command", COMMANDS)
 def test_closed_streams_end_no_command_in_a_traceback(place: Path, command: str) -> None:
     done = run(place, COMMANDS[command], "<&- >&-")
@@ -65,6 +66,7 @@ def test_a_reader_that_has_gone_is_no_error_to_be_told(place: Path, both: str) -
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
+@pytest.mark.drawn(cases=2)  # a process for each
 @pytest.mark.parametrize("words", ["tool run {place}/manifest.toml add --args -", "call -- cat", "call --python -"])
 @pytest.mark.parametrize(
     ("redirection", "why"),

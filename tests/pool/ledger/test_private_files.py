@@ -64,6 +64,27 @@ def test_a_live_pools_directory_is_locked_and_names_its_holder(state_dir: Path) 
     _made(state_dir).close()
 
 
+def test_a_process_that_ends_while_the_holder_is_looked_for_changes_nothing(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, gone = _made(state_dir), f"/proc/{os.getppid()}/fd"
+
+    def vanishing(listing: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def listed(place: Any = ".") -> Any:
+            if os.fspath(place) == gone:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            return listing(place)
+
+        return listed
+
+    with monkeypatch.context() as patched:
+        for name in ("listdir", "scandir"):
+            patched.setattr(os, name, vanishing(getattr(os, name)))
+        with pytest.raises(StateLocked, match=f"in use by a live pool .pid {os.getpid()}"):
+            StateDirectory.open(state_dir)
+    holder.close()
+
+
 @pytest.mark.parametrize("text", ["1 2001-02-03T04:05:06+00:00\n", "1\n", "", "\0\xff", "9" * 5_000])
 def test_who_is_named_in_the_lock_file_locks_nobody_out(state_dir: Path, text: str) -> None:
     _made(state_dir).close()
