@@ -118,7 +118,8 @@ async def test_gateway_that_is_killed_is_cleaned_up_after_by_the_next(
 
 def containers(daemon: Daemon) -> dict[str, str]:
     rows = daemon.docker("ps", "-a", "--no-trunc", "--format", "{{.Names}} {{.ID}}").splitlines()
-    return {row.split()[0]: row.split()[1] for row in rows}
+    # One that is being removed is listed without a name for a moment.
+    return {name: container for name, _, container in (row.partition(" ") for row in rows) if name and container}
 
 
 async def test_second_pool_of_one_name_is_refused_at_once_and_touches_nothing(

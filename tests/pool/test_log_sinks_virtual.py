@@ -351,7 +351,7 @@ OF_COMMANDS = frozenset({
     "process.sigchld_was_ignored", "engine.log_not_rotated",
     "doctor.events_lost", "doctor.remove_failed", "doctor.unexpected", "engine.apt", "engine.killed", "engine.no_answer",
     "engine.not_yet", "engine.remove_again", "engine.started", "engine.stopped", "engine.units_disabled",
-    "engine.unmounted", "host.left_behind", "host.limit_not_set", "host.no_limits", "host.survivors",
+    "engine.unmounted", "host.left_behind", "host.limit_not_set", "host.survivors",
     "image.leftovers", "image.no_pull", "tool.retried",
 })  # fmt: skip
 """What is logged by the doctor, the private engine, the image's making, the host's calls and the start of processes: no core
