@@ -32,6 +32,7 @@ def _require_own_packages() -> None:
 
 _require_own_packages()
 
+from executor.common.printable import printable
 from executor.errors import (
     DeathCause,
     EmberpoolError,
@@ -128,5 +129,6 @@ __all__ = [
     "load_settings",
     "manifest_problems",
     "plan_tool",
+    "printable",
     "resolve_tool",
 ]
