@@ -28,7 +28,7 @@ from pool.supervisor.requests import checked_call
 from pool.supervisor.startup import make_ready
 
 TIMED_OUT = 124
-RAW = "Write its bytes to a terminal as they are: they may steer it, and imitate any line."
+RAW = "Write its bytes to a terminal unchanged: they can control the terminal and imitate emberpool's messages."
 _ONE_SANDBOX = {"min_standby": 0, "max_sandboxes": 1, "max_starting": 1, "max_cold": 0}
 
 
@@ -38,16 +38,16 @@ def call(
     session: Annotated[str, typer.Option(help="The session's name.")] = "cli",
     python: Annotated[Path | None, typer.Option(metavar="FILE", help="Python source to run; - for stdin.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds; at most call.timeout.")] = None,
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="The configuration.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="The configuration file (TOML).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The whole outcome as one JSON object.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help=RAW)] = False,
 ) -> None:
-    """Run a command, or Python source, in a fresh hardened sandbox; what it prints is printed, its status is the status.
+    """Run a command, or Python source, in a fresh hardened sandbox, print its output and exit with its status.
 
-    On a terminal its lines begin with out| or err|, and control characters are shown escaped; elsewhere bytes stay bytes.
+    On a terminal its lines begin with out| or err|, and control characters are shown escaped; elsewhere the output is written unchanged.
 
-    What is piped into this command is the call's stdin. A timeout ends with status 124, a death by signal N with 128 + N, a
-    refusal with 1 and one line that says why. No state is kept: the sandbox is gone afterwards.
+    What is piped into this command is the call's stdin. The exit status is 124 for a timeout, 128 + N for a
+    call ended by signal N, and 1 for a refusal, with one line that says why. No state is kept: the sandbox is removed afterwards.
     """
     if bool(command) == (python is not None):
         raise typer.BadParameter("give either a command after --, or --python FILE")

@@ -29,7 +29,9 @@ _SAID = {
 
 def cleanup(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
-    config: Annotated[Path | None, typer.Option("--config", metavar="FILE", help="The configuration.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="The configuration file (TOML).")
+    ] = None,
     state_dir: Annotated[
         Path | None,
         typer.Option("--state-dir", metavar="DIR", help="A pool's state directory; default: the configured."),
@@ -38,9 +40,9 @@ def cleanup(
 ) -> None:
     """Remove what dead pools left: the containers that their ledgers name, the entries, and one-shot directories.
 
-    Looks at the pool's state directory and at those of `emberpool call` (one-shot-*) beside it. A pool that lives is
-    skipped, and no container is touched that no ledger names. Ends with status 1 where the pool itself lives, where no
-    engine answers (nothing is removed then), or where anything could not be removed.
+    Looks at the pool's state directory and at those of `emberpool call` (one-shot-*) beside it. Running pools are
+    skipped, and only containers that a ledger names are touched. Exits with status 1 if the pool itself is running, if no
+    engine answers (nothing is removed then), or if anything could not be removed.
     """
     try:
         settings = load_settings(config)

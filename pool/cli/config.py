@@ -35,15 +35,13 @@ def _config() -> None:
 def check(
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE", help="The TOML file; EMBERPOOL_... variables go on top of it.", show_default=False
-        ),
+        typer.Argument(metavar="FILE", help="The TOML file; EMBERPOOL_... variables override it.", show_default=False),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check FILE, with the environment on top of it, against every rule and against this host.
+    """Check FILE, with EMBERPOOL_... variables overriding it, against every rule and against this host.
 
-    Prints ok and the effective settings; or every problem, one a line, and ends with status 1.
+    Prints ok and the effective settings; or every problem, one for each line, and exits with status 1.
     """
     try:
         loaded = load(file)

@@ -27,9 +27,9 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check configuration, engine, runtime, image, user, memory and disk, and the boundary by a real sandbox.
+    """Check configuration, engine, runtime, image, user, memory and disk, and verify the boundary with a real sandbox.
 
-    Prints one line for each check: ok, warn or fail, and what helps. Ends with status 1 where one failed.
+    Prints one line for each check: ok, warn or fail, and how to fix it. Exits with status 1 if a check fails.
     """
     checks = anyio.run(_examined, config)
     if checks is None:

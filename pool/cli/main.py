@@ -16,9 +16,7 @@ from pool.cli.doctor import doctor
 from pool.cli.engine import engine_app, image_app
 from pool.cli.tool import launch_check, tool_app
 
-app = typer.Typer(
-    no_args_is_help=True, help="A warm pool of hardened containers for tool code that nobody should trust."
-)
+app = typer.Typer(no_args_is_help=True, help="A warm pool of hardened containers for untrusted tool code.")
 app.add_typer(config_app, name="config")
 app.add_typer(engine_app, name="engine")
 app.add_typer(image_app, name="image")
@@ -39,7 +37,7 @@ def _version(wanted: bool) -> None:
 def _options(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = "error",
     _: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     try:

@@ -28,7 +28,7 @@ from pool.tools import ToolPlan, plan_tool, run_on_host
 tool_app = typer.Typer(no_args_is_help=True, help="The Python tools of a manifest.")
 
 _Manifest = Annotated[Path, typer.Argument(metavar="MANIFEST", help="The TOML file that describes agents and tools.")]
-_Config = Annotated[Path | None, typer.Option(metavar="FILE", help="The configuration.")]
+_Config = Annotated[Path | None, typer.Option(metavar="FILE", help="The configuration file (TOML).")]
 _Json = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 _COLOURS = {"container": typer.colors.GREEN, "limits": typer.colors.YELLOW, "refused": typer.colors.RED}
 
@@ -38,17 +38,17 @@ def run(
     manifest: _Manifest,
     tool: Annotated[str, typer.Argument(metavar="TOOL", help="Its name; a plugin's is plugin__<id>__<tool>.")],
     args: Annotated[str, typer.Option("--args", metavar="JSON", help="The arguments, one object; - for stdin.")] = "{}",
-    agent: Annotated[str | None, typer.Option(help="The agent, where several have a tool of this name.")] = None,
+    agent: Annotated[str | None, typer.Option(help="The agent; needed if several have a tool of this name.")] = None,
     session: Annotated[str, typer.Option(help="The session's name.")] = "cli",
     config: _Config = None,
     as_json: _Json = False,
     raw: Annotated[bool, typer.Option("--raw", help=RAW)] = False,
 ) -> None:
-    """Call a tool with ARGS and print what it returns; where it runs is what the configuration says.
+    """Call a tool with ARGS and print what it returns; the configuration decides where it runs.
 
-    In a container, it is a fresh one that is gone afterwards: no state is kept. A tool that fails ends with status 1 and its
-    error on stderr, a refusal too. On a terminal the tool's lines begin with out| or err|, and control characters are shown
-    escaped; elsewhere bytes stay bytes.
+    A container is new for each run and removed afterwards: no state is kept. The exit status is 1 for a tool that fails, with its
+    error on stderr, and for a refusal. On a terminal the tool's lines begin with out| or err|, and control characters are shown
+    escaped; elsewhere the output is written unchanged.
     """
     with reported(as_json=as_json):
         settings = load_settings(config)
@@ -83,7 +83,7 @@ def _print(result: ToolResult, as_json: bool, raw: bool) -> None:
 
 @tool_app.command("list")
 def list_tools(manifest: _Manifest, config: _Config = None, as_json: _Json = False) -> None:
-    """The tools of a manifest: each with its agent and where it runs."""
+    """List the tools of a manifest: each with its agent and where it runs."""
     with reported():
         settings, found = load_settings(config), load_manifest(manifest)
         rows = [(entry, resolve(entry, settings).python_tools) for entry in found.entries]
@@ -112,13 +112,15 @@ def _facts(entry: ToolEntry) -> dict[str, str]:
 
 def launch_check(
     manifest: _Manifest,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail also where a tool would run unisolated.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Also fail if a tool would run on the host, without isolation.")
+    ] = False,
     config: _Config = None,
     as_json: _Json = False,
 ) -> None:
-    """Say for each agent and tool where it would run (container, limits, refused), why, and what to change.
+    """Show for each agent and tool where it would run (container, limits, refused), why, and what to change.
 
-    Ends with status 1 where a tool cannot run at all, and with --strict where one would run on the host.
+    Exits with status 1 if a tool cannot run at all, and with --strict if one would run on the host.
     """
     with reported(as_json=as_json):
         settings, found = load_settings(config), load_manifest(manifest)
