@@ -155,6 +155,3 @@ class EventHub:
         if watch is not None:
             watch.take(event)
         return watch
-
-    def names(self) -> list[str]:
-        return list(self._watches)

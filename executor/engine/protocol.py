@@ -6,9 +6,9 @@ fill it without touching anything above. Tests fill it with a scripted engine un
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from executor.errors import EngineFailed
@@ -68,7 +68,6 @@ class Listed:
     id: str
     name: str
     running: bool
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

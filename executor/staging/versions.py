@@ -102,15 +102,6 @@ class Staging:
         finally:
             self.release(digest)
 
-    @contextmanager
-    def use(self, digest: str) -> Iterator[None]:
-        """``hold`` a version for a block."""
-        self.hold(digest)
-        try:
-            yield
-        finally:
-            self.release(digest)
-
     def hold(self, digest: str) -> None:
         """Keep a version in place until ``release``, which is due once for each ``hold``.
 

@@ -153,7 +153,7 @@ async def test_whatever_fails_every_call_ends_once_and_the_pool_heals(state_dir:
         # Two resyncs and every backoff later nothing of it is left but the standby.
         await anyio.sleep(700)
         assert len(engine.boxes) == 1
-        assert len(pool._shell.hub.names()) == 1
+        assert len(pool._shell.hub._watches) == 1
         assert len(list((state_dir / "ledger").iterdir())) == 1
         assert pool.snapshot().sandboxes.standby == 1
         assert (await (await pool.acquire("agent", "after")).call(code="echo well")).stdout == b"well\n"

@@ -691,7 +691,7 @@ async def test_hours_of_use_leave_no_trace(engine: ScriptedEngine, state_dir: Pa
         await anyio.sleep(3600)
         assert count(pool, "standby") == len(engine.boxes) == 1
         assert pool._shell.state.sessions == {}
-        assert len(pool._shell.hub.names()) == 1
+        assert len(pool._shell.hub._watches) == 1
         assert len(list((state_dir / "ledger").iterdir())) == 1
 
 

@@ -97,4 +97,4 @@ def assert_closed(pool: SandboxPool, engine: ScriptedEngine) -> None:
         assert {place.name for place in (path / "staging").iterdir()} <= engine.unanswered.keys()
     assert pool._shell.state.sandboxes == {}
     assert pool._shell.containers.names == set()
-    assert pool._shell.hub.names() == []
+    assert list(pool._shell.hub._watches) == []

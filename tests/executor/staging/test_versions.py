@@ -139,10 +139,11 @@ def test_fingerprints_forget_the_oldest_sources(site: Site, monkeypatch: pytest.
 def test_a_replaced_version_goes_once_nobody_holds_it(site: Site) -> None:
     site.write("tool.py", "1")
     with site.staging.staged(site.tool, [site.allowed]) as first:
-        with site.staging.use(first):
-            site.write("tool.py", "2")
-            second = site.stage()
-            assert site.versions() == {first, second}
+        site.staging.hold(first)
+        site.write("tool.py", "2")
+        second = site.stage()
+        assert site.versions() == {first, second}
+        site.staging.release(first)
         assert site.versions() == {first, second}
     assert site.versions() == {second}
     site.write("tool.py", "3")
