@@ -1,4 +1,4 @@
-"""Engine client processes: the only place where one is started (``executor.machine.launch`` starts the private engine's daemon,
+"""Engine client processes: the only place where one is started (``executor.machine.daemon`` starts the private engine's daemon,
 ``executor.host.process`` the calls of the host path).
 
 Every client runs in a session of its own (a Ctrl-C at the terminal must not end it before its container is dealt with),

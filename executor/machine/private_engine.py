@@ -21,8 +21,8 @@ from executor.engine.paths import EnginePaths, engine_home, engine_paths
 from executor.engine.protocol import EngineInfo
 from executor.errors import EmberpoolError, EngineUnavailable
 from executor.machine import daemon, leftovers
+from executor.machine.daemon import STOP_GRACE, ensure_dockerd, start
 from executor.machine.debian import Report, is_root, release
-from executor.machine.launch import STOP_GRACE, ensure_dockerd, start
 
 log = get_logger("emberpool.engine")
 
