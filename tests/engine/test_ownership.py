@@ -127,6 +127,11 @@ async def full(pool: SandboxPool) -> None:
     await until(lambda: pool.snapshot().sandboxes.standby == pool.settings.pool.min_standby)
 
 
+async def swept(pool: SandboxPool) -> None:
+    """What an earlier gateway left is removed beside the pool's other work; its entries go last."""
+    await until(lambda: set(entries(pool.settings.pool.state_dir)) == pool._shell.containers.names)
+
+
 async def kill_a_gateway(settings: Settings) -> None:
     """Run a pool with a session and two standbys in a process of its own, and SIGKILL that."""
     given = settings.model_dump(mode="json")
@@ -164,6 +169,7 @@ async def test_standbys_of_a_killed_gateway_are_taken_over_and_serve(
         await at_rest(engine, name)
     async with SandboxPool(settings) as pool:
         await full(pool)
+        await swept(pool)
         assert entries(state_dir) == standbys
         rows = {row.name: row.id for row in await engine.list(LABEL_POOL, pool.snapshot().pool) if row.running}
         assert rows == standbys
@@ -183,6 +189,7 @@ async def test_a_start_right_after_the_kill_has_its_standbys_whatever_it_finds(
     await kill_a_gateway(settings)
     async with SandboxPool(settings) as pool:
         await full(pool)
+        await swept(pool)
         rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot().pool)}
         assert rows == set(entries(settings.pool.state_dir)) == pool._shell.containers.names
         session = await pool.acquire("agent", "session")
@@ -199,6 +206,7 @@ async def test_a_standby_with_a_process_inside_is_replaced(engine: CommandLineEn
     await engine._ask("exec", "-d", "-u", user, touched, "sleep", "300", doing="a test")
     async with SandboxPool(settings) as pool:
         await full(pool)
+        await swept(pool)
         assert touched not in {row.name for row in await engine.list(LABEL_POOL, pool.snapshot().pool)}
         assert set(standbys) - {touched} < pool._shell.containers.names
 
@@ -210,6 +218,7 @@ async def test_standbys_of_other_settings_are_replaced(engine: CommandLineEngine
     less = settings.model_copy(update={"sandbox": settings.sandbox.model_copy(update={"pids": 96})})
     async with SandboxPool(less) as pool:
         await full(pool)
+        await swept(pool)
         assert not pool._shell.containers.names & set(standbys)
         rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot().pool)}
         assert rows == pool._shell.containers.names
