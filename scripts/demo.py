@@ -24,10 +24,10 @@ from emberpool import (
     Settings,
     ToolResult,
     configure_logs,
-    interrupts,
     load_manifest,
     plan_tool,
 )
+from pool.cli import interrupts
 
 out = Console(highlight=False)
 

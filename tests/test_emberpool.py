@@ -102,3 +102,12 @@ def test_a_shadowed_package_is_named_on_import(tmp_path: Path, name: str, kind: 
     assert last.startswith("ImportError: emberpool needs its own package")
     assert str(shadow) in last
     assert "rename that file or directory" in last
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "scripts").glob("*.py")), ids=lambda path: path.name)
+def test_every_script_finds_what_it_imports(script: Path) -> None:
+    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='imported')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, script], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
