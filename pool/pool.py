@@ -235,7 +235,7 @@ class SandboxPool:
         state = self._shell.state.sessions.get((key_part("agent", agent), key_part("session", session)))
         if state is None or not self._shell.state.is_active(state):
             return False
-        self._shell.end(state.key, state.epoch)
+        self._calls.end(state.key, state.epoch)
         return True
 
     def snapshot(self) -> PoolSnapshot:

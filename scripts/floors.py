@@ -40,7 +40,7 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "venv", "--clear", PLACE], check=True)
         draft = PLACE / "constraints.draft.txt"
         draft.write_text(constraints, "utf-8")
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", draft]
+        pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", draft]
         subprocess.run([*pip, "-e", f"{ROOT}[trio]", *TOOLS], check=True)
         draft.rename(kept)
     return subprocess.run(

@@ -119,7 +119,8 @@ class PlainExec:
             # Events come in order, so an exec without one before the container's end was never made.
             return self._died(started=watch.created or self.watch.engine_lost)
         if not watch.created and not await self._survived():
-            # Here the events may only be late; a call without the proof of its start on its stdout has not run.
+            # Here the events may only be late. In an image with Python a call without the proof of its start has not run,
+            # since its code comes after that proof; in another image every call counts as begun.
             began = end.proof == PROVED
             return SandboxDied("the sandbox was lost under the call, or before it", cause="unknown", started=began)
         # What the client printed proves nothing here: the call's own code may have printed it.
@@ -127,7 +128,8 @@ class PlainExec:
 
     async def _lost(self) -> SandboxDied:
         """End the sandbox of a call whose client was lost, and return the call's error."""
-        await self.kill("engine")
+        if not await self.kill("engine"):
+            return not_confirmed()
         message = "the engine was lost while the call ran; what the code did is unknown"
         return SandboxDied(message, cause="unknown" if self.hub.connected else "engine", started=True)
 

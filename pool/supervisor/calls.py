@@ -72,7 +72,7 @@ class Calls:
             raise SessionClosed("the session is closed; acquire it again")
         if session.sandbox is None:
             # What an acquire waits for is what is missing here; the handle that it takes goes back at once.
-            shell.detach(key, await self.acquire(key, self.settings.pool.acquire_timeout))
+            self.detach(key, await self.acquire(key, self.settings.pool.acquire_timeout))
         box = shell.containers.sandboxes.get(session.sandbox) if session.sandbox is not None else None
         if box is None:
             message = "the session's sandbox has just ended; its next call gets another"
@@ -92,7 +92,7 @@ class Calls:
 
     def detach(self, key: SessionKey, epoch: int) -> None:
         """Release a handle."""
-        self._shell.detach(key, epoch)
+        self._shell.feed(ev.HandleReleased(key, epoch))
 
     def drop(self, key: SessionKey, epoch: int) -> None:
         """Release a handle that was collected; from any thread."""
@@ -100,7 +100,7 @@ class Calls:
 
     def end(self, key: SessionKey, epoch: int) -> None:
         """End a session for all its handles."""
-        self._shell.end(key, epoch)
+        self._shell.feed(ev.SessionEnded(key, epoch))
 
     # --- calls --------------------------------------------------------------------------------------------------------
 

@@ -154,18 +154,10 @@ class Shell:
         del self.waiting[waiter]
         self._settle()
 
-    def detach(self, key: SessionKey, epoch: int) -> None:
-        """Release a handle on a session."""
-        self.feed(ev.HandleReleased(key, epoch))
-
     def drop(self, key: SessionKey, epoch: int) -> None:
         """Release a handle that was collected without having been released. This may come in any thread and at any moment, so
-        it is noted here and taken in with the next event: before anybody else's wish is judged."""
+        it is noted here and taken in with the next event: before that event is judged."""
         self._dropped.append(ev.HandleReleased(key, epoch))
-
-    def end(self, key: SessionKey, epoch: int) -> None:
-        """End a session."""
-        self.feed(ev.SessionEnded(key, epoch))
 
     def _settle(self) -> None:
         """A closing pool has ended once its containers are gone and each caller has gone on."""
@@ -250,7 +242,7 @@ class Shell:
     # --- the life's owner ---------------------------------------------------------------------------------------------
 
     def begin_close(self, deadline: float) -> float:
-        """See ``lifecycle.Owner``, as for the next three."""
+        """Begin to close (``lifecycle.Owner`` describes this and the next three)."""
         self.host_calls.refuse()
         self.feed(ev.CloseBegan(deadline))
         return deadline if self.state.close_deadline is None else self.state.close_deadline
@@ -335,7 +327,7 @@ class Shell:
         self.feed(ev.BindRecorded(n))
 
     async def _clock(self) -> None:
-        """Tell the core when time alone changes something."""
+        """Feed the core a tick whenever time alone changes something."""
         while True:
             # As the last step had it: between that and now, a moment could have passed unseen.
             self._earlier, self._woken = anyio.Event(), self.state.next_wake

@@ -137,8 +137,9 @@ async def test_engine_that_is_away_is_not_waited_for(engine: ScriptedEngine, sta
         engine.up()
 
 
+@pytest.mark.parametrize("confirmed", [True, False])
 async def test_plain_call_whose_client_is_lost_has_no_result_and_costs_its_sandbox(
-    engine: ScriptedEngine, state_dir: Path
+    engine: ScriptedEngine, state_dir: Path, confirmed: bool
 ) -> None:
     """It ends well inside, and what it printed after its client had gone is lost."""
     engine.python = False
@@ -152,11 +153,15 @@ async def test_plain_call_whose_client_is_lost_has_no_result_and_costs_its_sandb
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call)
             await until(lambda: running_on(engine) == 1, limit=5)
+            if not confirmed:
+                engine.always["kill"] = engine.always["remove"] = BUSY
             engine.kill_clients()
         (error,) = answers
         assert isinstance(error, SandboxDied), error
-        assert (error.cause, error.started) == ("unknown", True)
-        assert running_on(engine) == 0
+        assert (error.cause, error.started) == ("unknown" if confirmed else "engine", True)
+        assert ("may run on" in str(error)) is not confirmed
+        engine.always.clear()
+        await until(lambda: running_on(engine) == 0, limit=120)
 
 
 async def test_call_whose_runner_broke_the_protocol_names_the_engine_where_that_does_not_kill(
