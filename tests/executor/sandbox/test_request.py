@@ -299,9 +299,12 @@ print(sorted(name for name in globals() if not name.startswith('__')))
 
 
 def test_program_finds_signals_at_their_defaults_and_no_foreign_descriptor() -> None:
-    # As an engine starts it, and not as a test run under nohup would.
-    call, hang_up = Call(argv=("cat", "/proc/self/status")), (signal.SIGHUP, signal.SIG_DFL)
-    status = inside(call, preexec_fn=lambda: signal.signal(*hang_up)).stdout.decode()
+    # As an engine starts it, and not as a test run under nohup, or in a shell's background, would.
+    def as_an_engine_does() -> None:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+
+    status = inside(Call(argv=("cat", "/proc/self/status")), preexec_fn=as_an_engine_does).stdout.decode()
     if "SigIgn:\t" not in status:
         pytest.skip("no /proc here")
     ignored = int(status.split("SigIgn:\t")[1].split()[0], 16)
