@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import ROOT
+from tests.support import ROOT, selection
 from tests.support.selection import mark_undrawn
 
 CHAOS = "tests/pool/test_chaos.py::test_whatever_fails_every_call_ends_once_and_the_pool_heals"
@@ -69,9 +69,37 @@ def test_over_some_runs_each_case_has_its_turn() -> None:
     drawn: set[str] = set()
     for first_seed in range(50):
         cases: list[Any] = [Case(f"a.py::test[{name}]") for name in "wxyz"]
-        config: Any = SimpleNamespace(option=SimpleNamespace(first_seed=first_seed))
+        config: Any = SimpleNamespace(
+            option=SimpleNamespace(first_seed=first_seed), args_source=pytest.Config.ArgsSource.ARGS
+        )
         mark_undrawn(config, cases)
         left = [case.nodeid for case in cases if not case.full]
         assert len(left) == 2
         drawn.update(left)
     assert len(drawn) == 4
+
+
+def test_a_quick_run_without_paths_draws_some_tests_of_each_file_on_the_engine() -> None:
+    class Test:
+        def __init__(self, nodeid: str) -> None:
+            self.nodeid, self.full = nodeid, False
+
+        def get_closest_marker(self, name: str) -> object:
+            return pytest.mark.engine.mark if name == "engine" or (name == "full" and self.full) else None
+
+        def add_marker(self, marker: object) -> None:
+            self.full = True
+
+    drawn: set[str] = set()
+    for first_seed in range(100):
+        tests: list[Any] = [
+            Test(f"{file}.py::test_{number}[{case}]") for file in "ab" for number in range(20) for case in "xy"
+        ]
+        config: Any = SimpleNamespace(
+            option=SimpleNamespace(first_seed=first_seed), args_source=pytest.Config.ArgsSource.TESTPATHS
+        )
+        mark_undrawn(config, tests)
+        left = [test.nodeid for test in tests if not test.full]
+        assert Counter(node[0] for node in left) == {"a": selection.ENGINE_TESTS, "b": selection.ENGINE_TESTS}
+        drawn.update(left)
+    assert len(drawn) == 80

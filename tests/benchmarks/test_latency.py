@@ -360,6 +360,7 @@ def containers(pool_ids: Sequence[str]) -> list[str]:
     return [name for name in listed.stdout.split() if any(name.startswith(f"emberpool-{it}-") for it in pool_ids)]
 
 
+@pytest.mark.full  # every mode: many starts
 @pytest.mark.engine
 @pytest.mark.usefixtures("real_engine")
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +21,7 @@ from pool.supervisor.snapshot import SandboxCounts
 from tests.engine.faulty import LIMIT, Daemon, Recovery, until
 from tests.engine.scene import HAS_STATE, MOMENTS, pool_settings, staged
 from tests.engine.steered import processes
+from tests.support.pools import ledger_entries
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
@@ -58,15 +58,6 @@ def anyio_backend() -> str:
     return "asyncio"  # what happens is the engine's doing
 
 
-def entries(state_dir: Path, state: str) -> dict[str, str]:
-    """The full container IDs in the ledger of what is in this state, by name."""
-    found = {}
-    for file in (state_dir / "ledger").glob(f"*.{state}"):
-        with suppress(FileNotFoundError):  # a pool that lives has just renamed or removed it
-            found[file.stem] = json.loads(file.read_text())["container"]
-    return found
-
-
 async def kill_a_gateway(words: str, moment: str) -> None:
     """Run a pool in a process of its own, and SIGKILL that at one moment of its session's life."""
     mark = f"32.{os.getpid()}"
@@ -81,7 +72,7 @@ async def kill_a_gateway(words: str, moment: str) -> None:
             await until(lambda: len(processes("sleep", mark)) >= 2)
         elif moment == "starting":
             place = Path(json.loads(words)["pool"]["state_dir"])
-            await until(lambda: entries(place, "standby"))
+            await until(lambda: ledger_entries(place, "standby"))
     finally:
         gateway.kill()
         await gateway.wait()
@@ -96,7 +87,7 @@ async def test_gateway_that_is_killed_is_cleaned_up_after_by_the_next(
     given = settings.model_dump(mode="json")
     await kill_a_gateway(json.dumps({part: given[part] for part in ("sandbox", "pool", "call")}), moment)
     began = anyio.current_time()
-    bound, standby = entries(state_dir, "bound"), entries(state_dir, "standby")
+    bound, standby = ledger_entries(state_dir, "bound"), ledger_entries(state_dir, "standby")
     assert len(bound) == (moment != "starting")
     async with SandboxPool(
         pool_settings(state_dir, min_standby=2)
@@ -107,7 +98,7 @@ async def test_gateway_that_is_killed_is_cleaned_up_after_by_the_next(
         recoveries.append(Recovery("the gateway is killed", moment, "-", anyio.current_time() - began))
         rest = SandboxCounts(standby=2, bound=1)
         await until(lambda: pool.snapshot().sandboxes == rest)
-        ours = {name: key for state in ("bound", "standby") for name, key in entries(state_dir, state).items()}
+        ours = {name: key for state in ("bound", "standby") for name, key in ledger_entries(state_dir, state).items()}
         ours = {name: key for name, key in ours.items() if name in pool._shell.containers.names}
         assert not set(bound) & set(ours), "somebody's sandbox was given to another"
         assert all(standby[name] for name in set(standby) & set(ours)), "what never came up was taken over"

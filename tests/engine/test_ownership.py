@@ -28,6 +28,7 @@ from pool.config.load import Settings
 from pool.ledger.cleanup import clean, examine, survey
 from pool.ledger.ledger import StateDirectory
 from pool.pool import SandboxPool
+from tests.support.pools import ledger_entries
 
 pytestmark = [pytest.mark.anyio, pytest.mark.engine]
 
@@ -108,15 +109,6 @@ def with_pool(settings: Settings, **changes: Any) -> Settings:
     return settings.model_copy(update={"pool": settings.pool.model_copy(update=changes)})
 
 
-def entries(state_dir: Path, state: str = "*") -> dict[str, str]:
-    """The full container IDs that the ledger knows, by name."""
-    found = {}
-    for file in (state_dir / "ledger").glob(f"*.{state}"):
-        with suppress(FileNotFoundError):  # a pool that lives has just renamed or removed it
-            found[file.stem] = json.loads(file.read_text())["container"]
-    return found
-
-
 async def until(condition: Callable[[], object]) -> None:
     with anyio.fail_after(LIMIT):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
@@ -129,7 +121,7 @@ async def full(pool: SandboxPool) -> None:
 
 async def swept(pool: SandboxPool) -> None:
     """What an earlier gateway left is removed beside the pool's other work; its entries go last."""
-    await until(lambda: set(entries(pool.settings.pool.state_dir)) == pool._shell.containers.names)
+    await until(lambda: set(ledger_entries(pool.settings.pool.state_dir)) == pool._shell.containers.names)
 
 
 async def kill_a_gateway(settings: Settings) -> None:
@@ -163,19 +155,19 @@ async def test_standbys_of_a_killed_gateway_are_taken_over_and_serve(
 ) -> None:
     state_dir = settings.pool.state_dir
     await kill_a_gateway(settings)
-    standbys, bound = entries(state_dir, "standby"), entries(state_dir, "bound")
+    standbys, bound = ledger_entries(state_dir, "standby"), ledger_entries(state_dir, "bound")
     assert (len(standbys), len(bound)) == (2, 1)
     for name in standbys:
         await at_rest(engine, name)
     async with SandboxPool(settings) as pool:
         await full(pool)
         await swept(pool)
-        assert entries(state_dir) == standbys
+        assert ledger_entries(state_dir) == standbys
         rows = {row.name: row.id for row in await engine.list(LABEL_POOL, pool.snapshot().pool) if row.running}
         assert rows == standbys
         session = await pool.acquire("agent", "session")
         assert (await session.call(code="import os; print(os.listdir('/tmp'))")).stdout == b"[]\n"
-        (name,) = entries(state_dir, "bound")
+        (name,) = ledger_entries(state_dir, "bound")
         assert name in standbys
         uid = (await session.call(["id", "-u"])).stdout.decode().strip()
         users = [json.loads(file.read_text())["user"] for file in (state_dir / "ledger").iterdir()]
@@ -191,14 +183,14 @@ async def test_a_start_right_after_the_kill_has_its_standbys_whatever_it_finds(
         await full(pool)
         await swept(pool)
         rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot().pool)}
-        assert rows == set(entries(settings.pool.state_dir)) == pool._shell.containers.names
+        assert rows == set(ledger_entries(settings.pool.state_dir)) == pool._shell.containers.names
         session = await pool.acquire("agent", "session")
         assert (await session.call(code="print(1)")).ok
 
 
 async def test_a_standby_with_a_process_inside_is_replaced(engine: CommandLineEngine, settings: Settings) -> None:
     await kill_a_gateway(settings)
-    standbys = entries(settings.pool.state_dir, "standby")
+    standbys = ledger_entries(settings.pool.state_dir, "standby")
     for name in standbys:
         await at_rest(engine, name)
     touched = sorted(standbys)[0]
@@ -214,7 +206,7 @@ async def test_a_standby_with_a_process_inside_is_replaced(engine: CommandLineEn
 @pytest.mark.full  # the quick set has it on a scripted engine
 async def test_standbys_of_other_settings_are_replaced(engine: CommandLineEngine, settings: Settings) -> None:
     await kill_a_gateway(settings)
-    standbys = entries(settings.pool.state_dir, "standby")
+    standbys = ledger_entries(settings.pool.state_dir, "standby")
     less = settings.model_copy(update={"sandbox": settings.sandbox.model_copy(update={"pids": 96})})
     async with SandboxPool(less) as pool:
         await full(pool)
@@ -253,7 +245,7 @@ async def test_a_start_whose_name_is_taken_touches_nothing_and_the_next_has_anot
             session = await pool.acquire("agent", "session")
         assert [entry["sandbox"] for entry in logs if entry["event"] == "sandbox.name_taken"] == [name]
         assert session.generation == f"{pool.snapshot().instance}-2"
-        assert name not in entries(engine_settings.pool.state_dir)
+        assert name not in ledger_entries(engine_settings.pool.state_dir)
 
 
 async def test_two_pools_of_one_name_with_two_directories_live_side_by_side(
@@ -269,7 +261,7 @@ async def test_two_pools_of_one_name_with_two_directories_live_side_by_side(
         for pool in (first, second):
             await pool._shell.containers.sweep()
             rows = {row.name for row in await engine.list(LABEL_POOL, pool.snapshot().pool)}
-            assert rows == pool._shell.containers.names == set(entries(pool.settings.pool.state_dir))
+            assert rows == pool._shell.containers.names == set(ledger_entries(pool.settings.pool.state_dir))
         assert not first._shell.containers.names & second._shell.containers.names
     assert await engine.list(LABEL_POOL, second._shell.directory.pool_id) == []
 
@@ -362,7 +354,7 @@ async def test_cleanup_removes_what_a_killed_gateway_left_and_nothing_else(
     pool_id = state.pool_id
     state.close()
     await foreign(f"emberpool-{pool_id}-0badcafe-1", **{LABEL_POOL: pool_id})
-    ours = {**entries(settings.pool.state_dir), **entries(one_shot.pool.state_dir)}
+    ours = {**ledger_entries(settings.pool.state_dir), **ledger_entries(one_shot.pool.state_dir)}
     assert len(ours) == 6
 
     async with SandboxPool(with_pool(settings, state_dir=settings.pool.state_dir.with_name("live"))) as live:
@@ -399,13 +391,13 @@ async def test_cleanup_without_an_engine_removes_nothing(
     engine: CommandLineEngine, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await kill_a_gateway(settings)
-    before = entries(settings.pool.state_dir)
+    before = ledger_entries(settings.pool.state_dir)
     with monkeypatch.context() as patched:
         patched.setenv("DOCKER_HOST", f"unix://{settings.pool.state_dir}/nowhere.sock")
         done = await anyio.to_thread.run_sync(cleanup, settings)
     assert done.returncode == 1
     assert "nothing was removed" in done.stderr
-    assert entries(settings.pool.state_dir) == before
+    assert ledger_entries(settings.pool.state_dir) == before
     for name, container in before.items():
         assert (await engine.inspect(name))["Id"] == container
     assert (await anyio.to_thread.run_sync(cleanup, settings)).returncode == 0
@@ -421,7 +413,7 @@ async def test_a_start_after_every_file_was_damaged_removes_what_a_killed_gatewa
     await kill_a_gateway(settings)
     place = settings.pool.state_dir
     pool_id = json.loads((place / "pool.json").read_text())["pool_id"]
-    ours = entries(place)
+    ours = ledger_entries(place)
     assert len(ours) == 3
     await foreign(f"emberpool-{pool_id}-0badcafe-1", **{LABEL_POOL: pool_id})
     for file in (place / "pool.json", *(place / "ledger").iterdir()):
@@ -431,4 +423,4 @@ async def test_a_start_after_every_file_was_damaged_removes_what_a_killed_gatewa
         assert (await (await pool.acquire("agent", "session")).call(code="print(1)")).ok
         listed = {row.id for row in await engine.list(LABEL_POOL, pool_id)}
         assert not listed & set(ours.values())
-    assert entries(place) == {}
+    assert ledger_entries(place) == {}

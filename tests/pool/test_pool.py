@@ -144,8 +144,16 @@ async def test_a_cold_call_of_which_no_event_tells_may_have_run_and_is_not_refus
 ) -> None:
     """Else whoever retries what never started would run it twice."""
     monkeypatch.setattr(pool._shell.hub, "publish", lambda event: None)
-    for code in (1, 125, 126, 127):
-        error = await outcome(lambda code=code: pool.call_cold(code=f"err docker: Cannot connect; exit {code}"))  # type: ignore[misc]
+    errors: list[object] = []
+
+    async def call(code: int) -> None:
+        errors.append(await outcome(lambda: pool.call_cold(code=f"err docker: Cannot connect; exit {code}")))
+
+    async with anyio.create_task_group() as tasks:
+        for code in (1, 125, 126, 127):
+            tasks.start_soon(call, code)
+    assert len(errors) == 4
+    for error in errors:
         assert isinstance(error, SandboxDied)
         assert (error.cause, error.started) == ("engine", True)
 

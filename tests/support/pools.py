@@ -98,3 +98,13 @@ def assert_closed(pool: SandboxPool, engine: ScriptedEngine) -> None:
     assert pool._shell.state.sandboxes == {}
     assert pool._shell.containers.names == set()
     assert list(pool._shell.hub._watches) == []
+
+
+def ledger_entries(state_dir: Path, state: str = "*") -> dict[str, str]:
+    """The full container IDs that a ledger knows of what is in this state, by name."""
+    found = {}
+    for file in (state_dir / "ledger").glob(f"*.{state}"):
+        # A pool that lives renames, removes or writes it just now.
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            found[file.stem] = json.loads(file.read_text())["container"]
+    return found

@@ -1,7 +1,8 @@
 """Which tests run when: the quick set, everything there is (``--full``), and random schedules by fresh seeds.
 
 A plain run leaves out what is marked ``full``, and of a test on the real engine, or one marked ``drawn``, all cases but
-one that it draws; a test that is named by its node ID always runs. A test marked ``seeds`` takes a random ``seed``: each run draws new ones, and a
+one that it draws. Of each file of tests on the real engine it draws ``ENGINE_TESTS``, unless paths are given. A test that is
+named by its node ID always runs. A test marked ``seeds`` takes a random ``seed``: each run draws new ones, and a
 failure prints how to run that seed again (``--seed N``).
 """
 
@@ -11,11 +12,14 @@ import os
 import random
 import re
 import secrets
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+ENGINE_TESTS = 6
+"""How many tests of each file on the real engine are in the quick set of a run without paths, which has to end in minutes."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +43,7 @@ def configure(config: pytest.Config) -> None:
         # On a busy machine an example may take long for no fault of its own.
         settings.register_profile(
             "emberpool",
-            max_examples=400 if option.full else 100,
+            max_examples=400 if option.full else 60,
             deadline=None,
             print_blob=True,
             suppress_health_check=[HealthCheck.too_slow],
@@ -89,10 +93,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def mark_undrawn(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Mark ``full`` all cases of each test but those that this run draws, by a test on the real engine or one that is marked
-    ``drawn`` (of which ``cases`` stay, by default one): a backend, a fault, a limit.
+    """Mark ``full`` what this run does not draw: all cases but one (a backend, a fault, a limit) of a test on the real engine,
+    all but ``cases`` of one that is marked ``drawn``, and of each file on the real engine all but ``ENGINE_TESTS``.
 
-    What failed last time stays. Over some runs each case has its turn.
+    What failed last time stays. Over some runs each test and each case has its turn.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -101,11 +105,27 @@ def mark_undrawn(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     failed = set(_last_failed(config))
     for name, of_one in cases.items():
         marker = of_one[0].get_closest_marker("drawn")
-        count = marker.kwargs.get("cases", 1) if marker else 1
-        drawn = random.Random(f"{config.option.first_seed} {name}").sample(of_one, min(count, len(of_one)))
-        for item in of_one:
-            if item not in drawn and item.nodeid not in failed:
-                item.add_marker(pytest.mark.full)
+        _draw(config, name, of_one, marker.kwargs.get("cases", 1) if marker else 1, failed)
+    if config.args_source is not pytest.Config.ArgsSource.ARGS:
+        _draw_of_each_file([item for items in cases.values() for item in items], config, failed)
+
+
+def _draw_of_each_file(items: Sequence[pytest.Item], config: pytest.Config, failed: Container[str]) -> None:
+    """Mark ``full`` all tests on the real engine but ``ENGINE_TESTS`` of each file."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("engine") and not item.get_closest_marker("full"):
+            files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    for name, of_one in files.items():
+        _draw(config, name, of_one, ENGINE_TESTS, failed)
+
+
+def _draw(config: pytest.Config, name: str, items: list[pytest.Item], count: int, failed: Container[str]) -> None:
+    """Mark ``full`` all of these but so many that this run draws, and those that failed last time."""
+    drawn = random.Random(f"{config.option.first_seed} {name}").sample(items, min(count, len(items)))
+    for item in items:
+        if item not in drawn and item.nodeid not in failed:
+            item.add_marker(pytest.mark.full)
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,7 +26,7 @@ from executor.result import CallResult
 from executor.sandbox.request import Call
 from executor.tool import Tool, encode_arguments, tool_code, tool_result
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.drawn]  # real processes
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows who came of whom")
 
 LENIENT = HostLimits(strict=False)
