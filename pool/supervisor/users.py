@@ -49,6 +49,14 @@ class UserPolicy:
                 return f"{uid}:{uid}"
         raise ProfileMismatch("every uid of sandbox.uid_range is in use; widen it")
 
+    def allows(self, uid: int, image: ImageInfo) -> bool:
+        """Whether ``calls_user`` may choose this uid. An image's user that is only named may have any but root's."""
+        chosen = self.calls_user(image, (), offset=0).partition(":")[0]
+        if not chosen.isdecimal():
+            return uid != 0
+        own = range(self.uids.start + 1, self.uids.start + self.uids.count)
+        return uid == int(chosen) or (int(chosen) in own and uid in own and self.setting == "auto")
+
 
 def _image_user(image: ImageInfo) -> str:
     name = image.user.partition(":")[0]

@@ -32,6 +32,7 @@ from pool.doctor.checks import crash_check, disk_check, memory_check
 from pool.doctor.doctor import Check, examine
 from pool.doctor.host_facts import crash_handler, users_of
 from pool.ledger.ledger import StateDirectory
+from pool.supervisor import containers
 from pool.supervisor.containers import Connection, connection
 
 _INFO = EngineInfo(
@@ -72,6 +73,9 @@ class Scripted:
     def attach(self, args: Sequence[str]) -> Any:
         self.started.append(args[args.index("--name") + 1])
         raise EngineFailed("starting a container: no space left on device")
+
+    async def inspect(self, name: str) -> dict[str, Any]:
+        raise ContainerGone(f"no such container: {name}")
 
     async def remove(self, name: str) -> None:
         self.removed.append(name)
@@ -405,7 +409,7 @@ async def test_a_cancel_while_the_probe_runs_removes_it(
             scope.cancel()
             return box
 
-        monkeypatch.setattr(probe, "start_sandbox", start_then_cancel)
+        monkeypatch.setattr(containers, "start_sandbox", start_then_cancel)
         await examine(engine_settings)
     assert scope.cancelled_caught
     with pytest.raises(ContainerGone):
