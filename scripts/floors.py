@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / ".venv-floors"
-TOOLS = ("pytest", "pytest-timeout", "pytest-trio", "pytest-xdist", "hypothesis")
+TOOLS = ("pyte", "pytest", "pytest-timeout", "pytest-trio", "pytest-xdist", "hypothesis")
 """What runs the tests; users of the library do not install it, so its versions are not held down."""
 TESTS = (
     "tests/executor/common", "tests/executor/engine", "tests/executor/staging", "tests/pool/config", "tests/pool/ledger/test_ledger.py",

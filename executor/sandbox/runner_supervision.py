@@ -63,7 +63,7 @@ async def supervise(runners: Runners, runner: ArmedRunner) -> None:
 
 async def hold_slot(runners: Runners, runner: ArmedRunner, slot: Slot) -> None:
     """Hold an arming slot until the runner is armed; once ``slot.until`` is past, let the next exec begin meanwhile."""
-    with anyio.move_on_at(slot.until):
+    with anyio.CancelScope(deadline=slot.until):
         await _started(runners, runner)
     slot.release()
     await _started(runners, runner)

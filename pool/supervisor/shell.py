@@ -331,7 +331,7 @@ class Shell:
         while True:
             # As the last step had it: between that and now, a moment could have passed unseen.
             self._earlier, self._woken = anyio.Event(), self.state.next_wake
-            with anyio.move_on_at(self._woken):
+            with anyio.CancelScope(deadline=self._woken):
                 await self._earlier.wait()
             self._woken = float("-inf")
             self.feed(ev.Tick())
