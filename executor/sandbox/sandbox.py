@@ -57,7 +57,7 @@ class SandboxSpec:
 
     ``staging`` is a host directory that holds a file ``nonce`` with ``nonce`` in it, and gets copies of tool directories
     within ``stage_limits``. ``fingerprints``, ``threads`` and ``arming`` are shared by all sandboxes of a pool. ``lifetime``
-    is seconds. ``seccomp`` is false for a runtime that has a kernel of its own and no seccomp to show.
+    is seconds.
     """
 
     identity: Identity
@@ -67,7 +67,6 @@ class SandboxSpec:
     staging: str
     nonce: str
     lifetime: float
-    seccomp: bool = True
     runner: RunnerOptions = RunnerOptions()
     stage_limits: StageLimits = field(default_factory=StageLimits)
     fingerprints: Fingerprints = field(default_factory=Fingerprints)
@@ -104,7 +103,7 @@ class Sandbox:
             user=spec.user,
             python=python,
             image_env=image_env,
-            witness=spec.profile.witness if spec.seccomp else "",
+            witness=spec.profile.witness,
             cpu_seconds=limits.cpu_seconds if spec.profile.cpu_limit else None,
             cpus=spec.profile.cpus or 1.0,
             poison=self._poison,
@@ -210,7 +209,7 @@ class Sandbox:
 
     def _check_hello(self, facts: dict[str, object]) -> None:
         spec = self._spec
-        check_hello(facts, spec.profile, user=spec.user, nonce=spec.nonce, seccomp=spec.seccomp)
+        check_hello(facts, spec.profile, user=spec.user, nonce=spec.nonce)
 
     def _poison(self, why: str) -> None:
         self.poisoned = self.poisoned or why

@@ -78,10 +78,13 @@ async def _verified(
     inside = await _probe(engine, hub, spec, probe_argv())
     require(
         check_inside(
-            bytes(inside.stdout.kept), spec.profile, user=spec.user, nonce=spec.nonce, seccomp=spec.seccomp,
+            bytes(inside.stdout.kept),
+            spec.profile,
+            user=spec.user,
+            nonce=spec.nonce,
             witness=await _ask_witness(engine, hub, spec),
         )
-    )  # fmt: skip
+    )
     if python is None:
         try:
             answer = await _probe(engine, hub, spec, ("python3", "-I", "-B", "-c", "print(1)"))
@@ -123,8 +126,9 @@ async def _armed(engine: Engine, hub: EventHub, spec: SandboxSpec, container: st
 async def _ask_witness(engine: Engine, hub: EventHub, spec: SandboxSpec) -> int | None:
     """Return the error number by which the strict seccomp profile is recognised, as a program of our own gets it inside;
     ``None`` where it cannot run, or need not."""
-    asked = spec.seccomp and spec.profile.seccomp == "strict"
-    if not asked or not witness.write(Path(spec.staging) / WITNESS_FILE, spec.image.architecture):
+    if spec.profile.seccomp != "strict":
+        return None
+    if not witness.write(Path(spec.staging) / WITNESS_FILE, spec.image.architecture):
         return None
     end = await _probe(engine, hub, spec, (f"{TOOL_PLACE}/{WITNESS_FILE}",))
     # 126 and above: the engine could not run the program, or it was killed.

@@ -34,9 +34,7 @@ def probe_argv() -> tuple[str, ...]:
     return tuple(argv)
 
 
-def check_inside(
-    output: bytes, profile: ContainerProfile, *, user: str, nonce: str, seccomp: bool = True, witness: object
-) -> list[Finding]:
+def check_inside(output: bytes, profile: ContainerProfile, *, user: str, nonce: str, witness: object) -> list[Finding]:
     """Compare what a probe (``probe_argv``) read inside a container with the profile. ``user`` is the calls' ``uid:gid``."""
     parts = output.split(nonce.encode() + b"\n")
     if len(parts) < 3:
@@ -45,12 +43,10 @@ def check_inside(
     if len(text) != len(INSIDE_FILES):
         return [Finding("probe", f"{len(INSIDE_FILES)} files", f"{len(text)} parts", "unreadable")]
     files = dict(zip(INSIDE_FILES, text, strict=True))
-    return check_files(files, profile, user=user, seccomp=seccomp, witness=witness)
+    return check_files(files, profile, user=user, witness=witness)
 
 
-def check_hello(
-    facts: Mapping[str, object], profile: ContainerProfile, *, user: str, nonce: str, seccomp: bool = True
-) -> None:
+def check_hello(facts: Mapping[str, object], profile: ContainerProfile, *, user: str, nonce: str) -> None:
     """Compare a runner's hello (``facts``) with the profile. ``user`` is the calls' ``uid:gid``, ``nonce`` stands in ``/tool``.
 
     Raises ``ImageUnfit`` where the image cannot carry calls, ``ProfileMismatch`` for a weaker boundary, ``SandboxDied`` where
@@ -78,35 +74,32 @@ def check_hello(
         own.append(Finding("no other process in the sandbox", "known", facts.get("alone"), "unreadable"))
     files = facts.get("files")
     texts = {key: value for key, value in files.items() if isinstance(value, str)} if isinstance(files, dict) else {}
-    inside = check_files(texts, profile, user=user, seccomp=seccomp, witness=facts.get("witness"))
+    inside = check_files(texts, profile, user=user, witness=facts.get("witness"))
     require([*own, *inside])
     if facts["alone"] is not True:
         # Somebody's exec by hand, or what an earlier call left: the boundary stands, but this sandbox is not fit.
         raise SandboxDied("a process of unknown origin was found in the sandbox", cause="runner", started=False)
 
 
-def check_files(
-    files: Mapping[str, str], profile: ContainerProfile, *, user: str, seccomp: bool = True, witness: object
-) -> list[Finding]:
+def check_files(files: Mapping[str, str], profile: ContainerProfile, *, user: str, witness: object) -> list[Finding]:
     """Compare the contents of ``INSIDE_FILES``, as a runner's hello gives them, with the profile.
 
     ``witness`` is the error number that ``getpriority(WITNESS_WHICH, 0)`` gave inside, ``None`` where it could not be read.
-    ``seccomp`` is false for a runtime that has a kernel of its own and no seccomp to show.
     """
     try:
-        return [*_inside_points(files, profile, user, seccomp), *_witness_point(profile, seccomp, witness)]
+        return [*_inside_points(files, profile, user), *_witness_point(profile, witness)]
     except (LookupError, ValueError) as error:
         return [Finding("probe", "files of a known form", repr(error), "unreadable")]
 
 
-def _witness_point(profile: ContainerProfile, seccomp: bool, witness: object) -> Iterator[Finding]:
+def _witness_point(profile: ContainerProfile, witness: object) -> Iterator[Finding]:
     """That the strict profile is in force: "Seccomp: 2" says only that some filter is."""
-    if seccomp and profile.seccomp == "strict":
+    if profile.seccomp == "strict":
         verdict: Verdict = "equal" if witness == WITNESS_ERRNO else "unreadable" if witness is None else "weaker"
         yield Finding("strict seccomp profile in force", WITNESS_ERRNO, witness, verdict)
 
 
-def _inside_points(files: Mapping[str, str], profile: ContainerProfile, user: str, seccomp: bool) -> Iterator[Finding]:
+def _inside_points(files: Mapping[str, str], profile: ContainerProfile, user: str) -> Iterator[Finding]:
     status = dict(line.split(":\t", 1) for line in files["/proc/self/status"].splitlines() if ":\t" in line)
 
     def point(name: str, wanted: object, found: object) -> Finding:
@@ -116,8 +109,7 @@ def _inside_points(files: Mapping[str, str], profile: ContainerProfile, user: st
     for key in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
         yield point(key, 0, int(status[key], 16) if key in status else None)
     yield point("NoNewPrivs", "1", status.get("NoNewPrivs"))
-    if seccomp:
-        yield point("Seccomp", "2", status.get("Seccomp"))
+    yield point("Seccomp", "2", status.get("Seccomp"))
     if user:
         uid, _, gid = user.partition(":")
         if uid.isdecimal():

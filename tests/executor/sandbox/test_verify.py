@@ -211,14 +211,11 @@ def test_engine_profile_allows_no_option_of_its_own() -> None:
     ("witness", "verdict"), [(None, "unreadable"), (0, "weaker"), (1, "weaker"), (22, "weaker"), ("76", "weaker")]
 )
 def test_strict_profile_is_in_force_only_where_its_own_question_is_answered(witness: object, verdict: str) -> None:
-    def asked(profile: ContainerProfile, *, seccomp: bool = True) -> dict[str, str]:
-        return bad(
-            check_inside(INSIDE.encode(), profile, user=META["user"], nonce="NONCE", seccomp=seccomp, witness=witness)
-        )
+    def asked(profile: ContainerProfile) -> dict[str, str]:
+        return bad(check_inside(INSIDE.encode(), profile, user=META["user"], nonce="NONCE", witness=witness))
 
     assert asked(PROFILE) == {"strict seccomp profile in force": verdict}
     assert asked(replace(PROFILE, seccomp="engine")) == {}
-    assert asked(PROFILE, seccomp=False) == {}  # a runtime with a kernel of its own has no filter to show
 
 
 def test_cpus_are_accepted_as_a_quota_too() -> None:
@@ -321,10 +318,11 @@ def test_each_weakening_inside_flips_its_own_point(case: str) -> None:
     assert bad(looked(changed)) == {point: verdict}
 
 
-def test_seccomp_is_left_out_only_where_a_runtime_cannot_show_it() -> None:
-    text = line("Seccomp:", "")(INSIDE)
-    found = check_inside(text.encode(), PROFILE, user=META["user"], nonce="NONCE", seccomp=False, witness=None)
-    assert bad(found) == {}
+@pytest.mark.parametrize("seccomp", ["strict", "engine", "/etc/seccomp.json"])
+def test_runtime_that_does_not_report_seccomp_is_refused_under_every_profile(seccomp: str) -> None:
+    profile, text = replace(PROFILE, seccomp=seccomp), line("Seccomp:", "")(INSIDE)
+    found = bad(check_inside(text.encode(), profile, user=META["user"], nonce="NONCE", witness=WITNESS_ERRNO))
+    assert found == {"Seccomp": "unreadable"}
 
 
 def test_user_of_the_image_is_checked_as_far_as_its_name_allows() -> None:
