@@ -89,7 +89,7 @@ async def exclusive(path: Path, *, timeout: float, doing: str) -> AsyncIterator[
 
 
 def holders(path: Path) -> list[int]:
-    """Return the pids that hold ``path``'s lock shared, as Linux reports them; empty on other systems."""
+    """Return the pids that hold ``path``'s lock shared, each once, as Linux reports them; empty on other systems."""
     try:
         info = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()
@@ -97,4 +97,6 @@ def holders(path: Path) -> list[int]:
         return []
     place = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}:{info.st_ino}"
     found = [line.split() for line in lines if "->" not in line]
-    return sorted(int(words[4]) for words in found if words[1] == "FLOCK" and words[3] == "READ" and words[5] == place)
+    return sorted(
+        {int(words[4]) for words in found if words[1] == "FLOCK" and words[3] == "READ" and words[5] == place}
+    )

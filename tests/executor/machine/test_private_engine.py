@@ -88,7 +88,8 @@ async def test_relative_engine_home_is_refused(monkeypatch: pytest.MonkeyPatch) 
 async def test_down_refuses_while_a_pool_holds_the_engine(home: Path) -> None:
     paths = engine_paths()
     with private_engine.hold_engine(paths), private_engine.hold_engine(paths):
-        assert os.getpid() in holders(paths.users_file)
+        assert holders(paths.users_file) == [os.getpid()]  # once, however many of its pools hold it
+        assert (await private_engine.status()).pools == (os.getpid(),)
         with pytest.raises(private_engine.EngineInUse, match=f"pid {os.getpid()}"):
             await private_engine.down()
     assert await private_engine.down() is False
