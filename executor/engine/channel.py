@@ -1,7 +1,7 @@
 """An attached engine client's streams, as ``executor.engine.protocol.Channel`` describes them.
 
-Where the system can wait for a pipe, stdin and stdout are plain pipes that are read and written without anything between:
-a short call's bytes pass here in both directions, and a stream of the event loop's own costs it turns of that loop.
+Stdin and stdout are plain pipes that are read and written without anything between: a short call's bytes pass here in both
+directions, and a stream of the event loop's own costs it turns of that loop.
 """
 
 from __future__ import annotations
@@ -58,46 +58,13 @@ def _close(fds: list[int], fd: int) -> None:
         os.close(fd)
 
 
-class StreamChannel:
-    """A channel over the streams of the event loop."""
-
-    def __init__(self, client: Process) -> None:
-        assert client.stderr is not None  # noqa: S101 - it is a pipe, see `process.client`
-        self._process, self._stdin, self._stdout, self._stderr = client, client.stdin, client.stdout, client.stderr
-
-    def send_at_once(self, data: bytes) -> bool:
-        return False
-
-    async def send(self, data: bytes) -> None:
-        assert self._stdin is not None  # noqa: S101 - as above
-        try:
-            await self._stdin.send(data)
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
-            raise BrokenPipeError("the engine client's stdin is closed") from error
-
-    async def close_stdin(self) -> None:
-        assert self._stdin is not None  # noqa: S101 - as above
-        await self._stdin.aclose()
-
-    async def receive_stdout(self) -> bytes:
-        assert self._stdout is not None  # noqa: S101 - as above
-        return await process.receive(self._stdout)
-
-    async def receive_stderr(self) -> bytes:
-        return await process.receive(self._stderr)
-
-    async def wait(self) -> int:
-        return await self._process.wait()
-
-    def kill(self) -> None:
-        process.kill(self._process)
-
-
-class PipeChannel(StreamChannel):
-    """A channel over pipes that do not block: ``asks`` holds the one that is written while it is open."""
+class PipeChannel:
+    """A channel over pipes that do not block: ``asks`` holds the one that is written while it is open. The client's stderr
+    is a stream of the event loop."""
 
     def __init__(self, client: Process, asks: list[int], answers: int) -> None:
-        super().__init__(client)
+        assert client.stderr is not None  # noqa: S101 - it is a pipe, see `process.client`
+        self._process, self._stderr = client, client.stderr
         self._asks, self._answers = asks, answers
 
     def send_at_once(self, data: bytes) -> bool:
@@ -134,3 +101,12 @@ class PipeChannel(StreamChannel):
                 continue
             except (OSError, anyio.ClosedResourceError):
                 return b""
+
+    async def receive_stderr(self) -> bytes:
+        return await process.receive(self._stderr)
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        process.kill(self._process)

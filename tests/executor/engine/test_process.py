@@ -8,16 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import anyio
 import pytest
 
 from executor.engine import pidfd
-from executor.engine.channel import PipeChannel, StreamChannel, attached
-from executor.engine.process import Capped, Ends, client, client_environment, run
+from executor.engine.channel import PipeChannel, attached
+from executor.engine.process import Capped, Ends, client, client_environment, receive, run
 from executor.engine.protocol import Channel
 from executor.errors import EngineFailed, EngineUnavailable
 
@@ -198,7 +196,8 @@ async def test_leaving_the_block_by_an_error_ends_the_client() -> None:
 
 async def test_client_that_ignores_signals_is_ended_too() -> None:
     async with client(["sh", "-c", "trap '' TERM INT HUP; echo up; while :; do sleep 1; done"], ENV) as process:
-        assert await StreamChannel(process).receive_stdout() == b"up\n"
+        assert process.stdout is not None
+        assert await receive(process.stdout) == b"up\n"
     assert not alive(process.pid)
 
 
@@ -208,20 +207,8 @@ async def test_client_stands_in_a_session_of_its_own() -> None:
         assert os.getsid(process.pid) != os.getsid(0)
 
 
-@asynccontextmanager
-async def streams(argv: list[str], env: dict[str, str]) -> AsyncIterator[Channel]:
-    """What ``attached`` gives where pipes cannot be waited for."""
-    async with client(argv, env) as process:
-        yield StreamChannel(process)
-
-
-CHANNELS = pytest.mark.parametrize("opened", [attached, streams])
-Opened = Callable[[list[str], dict[str, str]], AbstractAsyncContextManager[Channel]]
-
-
-@CHANNELS
-async def test_channel_ends_its_streams_and_refuses_to_write_to_nobody(opened: Opened) -> None:
-    async with opened(["sh", "-c", "exec <&-; echo out; echo err >&2"], ENV) as channel:
+async def test_channel_ends_its_streams_and_refuses_to_write_to_nobody() -> None:
+    async with attached(["sh", "-c", "exec <&-; echo out; echo err >&2"], ENV) as channel:
         assert await channel.receive_stdout() == b"out\n"
         assert await channel.receive_stderr() == b"err\n"
         assert await channel.receive_stdout() == b""
@@ -235,10 +222,9 @@ async def test_channel_ends_its_streams_and_refuses_to_write_to_nobody(opened: O
         await channel.close_stdin()
 
 
-@CHANNELS
-async def test_channel_carries_what_no_pipe_holds_while_it_is_read(opened: Opened) -> None:
+async def test_channel_carries_what_no_pipe_holds_while_it_is_read() -> None:
     data, got = os.urandom(1_000_003), bytearray()
-    async with opened(["cat"], ENV) as channel, anyio.create_task_group() as tasks:
+    async with attached(["cat"], ENV) as channel, anyio.create_task_group() as tasks:
 
         async def write() -> None:
             await channel.send(data)
@@ -250,11 +236,10 @@ async def test_channel_carries_what_no_pipe_holds_while_it_is_read(opened: Opene
     assert got == data
 
 
-@CHANNELS
-async def test_channel_that_nobody_reads_can_be_left_in_the_middle_of_a_write(opened: Opened) -> None:
+async def test_channel_that_nobody_reads_can_be_left_in_the_middle_of_a_write() -> None:
     before = os.listdir("/dev/fd")  # noqa: PTH208 - names, not paths
     with anyio.fail_after(30):
-        async with opened(["sleep", "600"], ENV) as channel:
+        async with attached(["sleep", "600"], ENV) as channel:
             with anyio.move_on_after(0.2) as scope:
                 await channel.send(b"x" * 1_000_000)
             assert scope.cancelled_caught
