@@ -23,7 +23,7 @@ class EmberpoolError(Exception):
     """
 
     reason: ClassVar[str] = "error"
-    retryable: ClassVar[bool] = False
+    retryable: bool = False
 
     def __init__(self, message: str, *, retry_after: float | None = None, started: bool = False) -> None:
         super().__init__(printable(message))
@@ -32,10 +32,19 @@ class EmberpoolError(Exception):
 
 
 class EngineUnavailable(EmberpoolError):
-    """The engine cannot be reached, did not answer in time, or its circuit is open."""
+    """The engine cannot be reached, did not answer in time, or its circuit is open.
+
+    ``retryable`` is false on an error that lasts until somebody changes something: ``sandbox.binary`` is not on this host.
+    """
 
     reason = "engine_unavailable"
     retryable = True
+
+    def __init__(
+        self, message: str, *, retry_after: float | None = None, started: bool = False, retryable: bool = True
+    ) -> None:
+        super().__init__(message, retry_after=retry_after, started=started)
+        self.retryable = retryable
 
 
 class EngineFailed(EngineUnavailable):

@@ -35,9 +35,6 @@ from pool.supervisor.snapshot import PoolSnapshot, take_snapshot
 from pool.supervisor.startup import MakeImage, make_image
 from pool.tools import ToolPlan, environment, run_on_host, with_retries
 
-_MAY_PASS = (RefusalKind.ENGINE_UNAVAILABLE, RefusalKind.POOL_UNUSABLE)
-"""Faults that ``ready`` waits out: an engine comes back, and a disk is emptied."""
-
 
 class SandboxPool:
     """The warm pool. ``async with SandboxPool(settings) as pool: session = await pool.acquire("agent", "chat-42")``.
@@ -118,12 +115,13 @@ class SandboxPool:
                 if self._shell.state.has_standbys:
                     return
                 health = self._shell.state.health
-                if health.fault is not None and health.fault.kind not in _MAY_PASS:
+                if health.fault is not None and not health.fault.may_pass:
                     break
                 await self._shell.stepped.wait()
         kind = RefusalKind.POOL_EXHAUSTED if health.reachable else RefusalKind.ENGINE_UNAVAILABLE
         fault = health.fault or Fault(kind, f"the pool was not ready within {wait:g} s")
-        raise error_of(Refusal(fault.kind, fault.message, 1.0 if fault.kind in (*_MAY_PASS, kind) else None))
+        again = 1.0 if health.fault is None or fault.may_pass else None
+        raise error_of(Refusal(fault.kind, fault.message, again, permanent=fault.permanent))
 
     @yielding
     async def acquire(

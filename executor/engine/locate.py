@@ -78,8 +78,26 @@ def _object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def missing_binary(binary: str) -> str:
+    """Say that the command ``binary`` is not on this host, where it was looked for, and what to do; empty if it is there."""
+    if shutil.which(binary):
+        return ""
+    name = printable(binary, name=True, limit=300)
+    if binary.startswith("/"):
+        problem = f"there is no executable file {name} on this host"
+    else:
+        path = printable(os.environ.get("PATH", ""), limit=600) or "empty or not set"
+        problem = f"there is no command {name} on this host (PATH is {path})"
+    return f"{problem}; install it, or change the setting (empty: docker or podman, whichever answers)"
+
+
 async def find_engine(binary: str = "") -> tuple[CommandLineEngine, EngineInfo]:
-    """The first engine that answers, and what it says of itself. Raises ``EngineUnavailable`` naming all that were asked."""
+    """Return the first engine that answers, and what it says of itself. ``binary`` is the value of ``sandbox.binary``.
+
+    Raises ``EngineUnavailable`` naming all that were asked. It is not retryable where ``binary`` is not on this host.
+    """
+    if binary and not os.environ.get(ENGINE_HOME) and (problem := missing_binary(binary)):
+        raise EngineUnavailable(f"sandbox.binary: {problem}", retryable=False)
     failures: list[str] = []
     for endpoint in candidates(binary):
         try:

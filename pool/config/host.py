@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from executor.common.printable import printable
+from executor.engine.locate import missing_binary
 from executor.sandbox.mount import Mount
 from pool.config.descriptors import shortage
 from pool.config.errors import ConfigError, Problem
@@ -26,8 +26,8 @@ def check_host(settings: Settings, host_memory_bytes: int) -> list[str]:
             problems.append(Problem(f"sandbox.mounts[{index}]", text))
     if sandbox.seccomp.startswith("/") and not Path(sandbox.seccomp).is_file():
         problems.append(Problem("sandbox.seccomp", f"there is no file {_shown(sandbox.seccomp)} on this host"))
-    if sandbox.binary and shutil.which(sandbox.binary) is None:
-        problems.append(Problem("sandbox.binary", f"there is no command {_shown(sandbox.binary)} on this host"))
+    if sandbox.binary and (text := missing_binary(sandbox.binary)):
+        problems.append(Problem("sandbox.binary", text))
     return [str(problem) for problem in problems]
 
 

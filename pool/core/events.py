@@ -71,21 +71,30 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why sandboxes cannot be had: the refusal that waiters get, and its message."""
+    """Why sandboxes cannot be had: the refusal that waiters get, and its message. ``permanent`` is true for an engine problem
+    that lasts until the operator acts."""
 
     kind: RefusalKind
     message: str
+    permanent: bool = False
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the fault can end without the operator: an engine comes back, and a disk gets free space."""
+        return not self.permanent and self.kind in (RefusalKind.ENGINE_UNAVAILABLE, RefusalKind.POOL_UNUSABLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One refusal, ready to be raised. ``retry_after`` is seconds; ``started`` says whether the code may have run."""
+    """One refusal, ready to be raised. ``retry_after`` is seconds; ``started`` says whether the code may have run;
+    ``permanent`` is that of the fault behind it."""
 
     kind: RefusalKind
     message: str
     retry_after: float | None = None
     cause: str = "unknown"
     started: bool = False
+    permanent: bool = False
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ as the steps before it left them.
 from __future__ import annotations
 
 from pool.core import events as ev
-from pool.core.events import Fault, Refusal, RefusalKind
+from pool.core.events import Refusal, RefusalKind
 from pool.core.state import STOPS_TO_DOUBT, PoolState, SandboxState
 from pool.core.transitions import Phase, Trigger
 
@@ -78,7 +78,7 @@ def _expire(state: PoolState, now: float) -> None:
             state.refuse(waiter.id, RefusalKind.ENGINE_UNAVAILABLE, message, 1.0)
         elif waiter.kind != "cold" and (fault := state.health.starts.last) is not None:
             message = f"no sandbox could be started within {waited}: {fault.message}"
-            state.refuse(waiter.id, fault.kind, message, 1.0 if _passes(fault) else None)
+            state.refuse(waiter.id, fault.kind, message, 1.0 if fault.may_pass else None, permanent=fault.permanent)
         else:
             what = "cold place" if waiter.kind == "cold" else "sandbox"
             message = f"no {what} became free within {waited}; retry, or raise the pool's limits"
@@ -160,24 +160,19 @@ def _bind(state: PoolState, now: float) -> None:
         state.emit(ev.BindSandbox(box.n, session.key))
 
 
-def _passes(fault: Fault) -> bool:
-    """An engine comes back and a disk is emptied; the other faults need the operator, so no time to come back is named."""
-    return fault.kind in (RefusalKind.ENGINE_UNAVAILABLE, RefusalKind.POOL_UNUSABLE)
-
-
 def _refuse_faulty(state: PoolState, now: float) -> None:
     """While sandboxes cannot be had, refuse whoever would wait for one; a due trial comes first."""
     refuses = state.health.refuses(now)
     if refuses is None:
         return
     fault, again = refuses
-    retry_after = max(0.1, again - now) if _passes(fault) else None
+    retry_after = max(0.1, again - now) if fault.may_pass else None
     for waiter in list(state.waiters.values()):
         # Cold calls start containers of their own: only an engine that does not answer speaks for them too.
         cold = waiter.kind == "cold"
         cannot = not state.health.reachable if cold else state.sessions[waiter.key].sandbox is None
         if cannot:
-            state.refuse(waiter.id, fault.kind, fault.message, retry_after)
+            state.refuse(waiter.id, fault.kind, fault.message, retry_after, permanent=fault.permanent)
 
 
 def _serve(state: PoolState, now: float) -> None:

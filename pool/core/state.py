@@ -237,9 +237,17 @@ class PoolState:
         box.served += 1
         self.emit(ev.RunCall(waiter, n))
 
-    def refuse(self, waiter: int, kind: RefusalKind, message: str, retry_after: float | None = None) -> None:
+    def refuse(
+        self,
+        waiter: int,
+        kind: RefusalKind,
+        message: str,
+        retry_after: float | None = None,
+        *,
+        permanent: bool = False,
+    ) -> None:
         self.waiters.pop(waiter, None)
-        self.emit(ev.Refuse(waiter, Refusal(kind, message, retry_after)))
+        self.emit(ev.Refuse(waiter, Refusal(kind, message, retry_after, permanent=permanent)))
 
     def end_calls(self, waiters: set[int], refusal: Refusal) -> None:
         """Ask running calls to end, each of them once."""

@@ -14,7 +14,7 @@ from executor.common.log import get_logger
 from executor.common.printable import printable
 from executor.engine.locate import find_engine
 from executor.engine.protocol import Engine, EngineInfo, ImageInfo
-from executor.errors import EmberpoolError, ImageMissing
+from executor.errors import EmberpoolError, EngineUnavailable, ImageMissing
 from executor.staging.threads import StagingThreads
 from pool.config.load import ConfigError, Settings, load_settings
 from pool.doctor import checks, host_facts
@@ -99,7 +99,12 @@ class _Examination:
         return [Check("state directory", "ok", await _in_thread(partial(host_facts.state_directory, path)))]
 
     async def _reach(self) -> list[Check]:
-        self._engine, self._info = await self._find()
+        try:
+            self._engine, self._info = await self._find()
+        except EngineUnavailable as error:
+            if error.retryable:
+                raise
+            return [Check("engine", "fail", printable(error), "install the command, or correct sandbox.binary")]
         text = f"{self._info.kind} {self._info.version} answers, found by {self._info.endpoint}"
         return [Check("engine", "ok", text)]
 

@@ -36,6 +36,8 @@ def error_of(refusal: Refusal) -> EmberpoolError:
         return errors.SandboxDied(
             refusal.message, cause=cause, retry_after=refusal.retry_after, started=refusal.started
         )
+    if refusal.permanent:
+        return errors.EngineUnavailable(refusal.message, started=refusal.started, retryable=False)
     kind = _ERRORS[refusal.kind]
     return kind(refusal.message, retry_after=refusal.retry_after, started=refusal.started)
 
@@ -45,4 +47,5 @@ def fault_of(error: EmberpoolError) -> Fault:
     for kind in _CERTAIN:
         if isinstance(error, _ERRORS[kind]):
             return Fault(kind, str(error))
-    return Fault(RefusalKind.ENGINE_UNAVAILABLE, str(error))
+    permanent = isinstance(error, errors.EngineUnavailable) and not error.retryable
+    return Fault(RefusalKind.ENGINE_UNAVAILABLE, str(error), permanent)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from executor.engine.docker import CommandLineEngine
+from executor.engine.locate import find_engine
+from executor.engine.paths import ENGINE_HOME, engine_paths
+from executor.errors import EngineUnavailable
 from executor.sandbox.request import Call
 from pool.config.descriptors import ARMED
 from pool.config.load import Settings
@@ -47,6 +53,32 @@ async def test_proxies_of_the_clients_configuration_reach_no_container(configure
     seen += (await configured.cold(Call(argv=("env",)), python=False, image=tiny)).stdout
     assert seen.count(b"HOME=/tmp") >= 4
     assert b"proxy" not in seen.lower()
+
+
+async def test_command_that_is_installed_while_the_pool_runs_is_used(
+    engine_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, info = await find_engine()
+    if info.kind != "docker" or os.environ.get(ENGINE_HOME):
+        pytest.skip("a command of another name is taken for docker")
+    docker = shutil.which(engine.endpoint.binary)
+    assert docker
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for variable, value in engine.endpoint.env:
+        monkeypatch.setenv(variable, value)
+    if engine.endpoint.private:
+        monkeypatch.setenv("DOCKER_HOST", engine_paths().url)
+    sandbox = engine_settings.sandbox.model_copy(update={"binary": "late-engine"})
+    async with SandboxPool(engine_settings.model_copy(update={"sandbox": sandbox})) as pool:
+        with pytest.raises(EngineUnavailable, match=r"sandbox\.binary: there is no command late-engine") as caught:
+            await pool.acquire("agent", "session")
+        assert (caught.value.retryable, caught.value.retry_after) == (False, None)
+        (tmp_path / "late-engine").symlink_to(docker)
+        with anyio.fail_after(15):
+            while pool.snapshot().fault:  # noqa: ASYNC110 - the pool has no event for it
+                await anyio.sleep(0.1)
+        session = await pool.acquire("agent", "session")
+        assert (await session.call(["echo", "here"])).stdout == b"here\n"
 
 
 async def test_an_armed_runner_holds_so_many_files_and_no_thread(engine_settings: Settings) -> None:

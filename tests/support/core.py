@@ -14,6 +14,7 @@ E = TypeVar("E")
 
 UNREACHABLE = ev.Fault(ev.RefusalKind.ENGINE_UNAVAILABLE, "the engine does not answer")
 NO_IMAGE = ev.Fault(ev.RefusalKind.IMAGE_MISSING, "the image is not on the engine")
+NOT_INSTALLED = ev.Fault(ev.RefusalKind.ENGINE_UNAVAILABLE, "there is no such command", permanent=True)
 UNUSABLE = ev.Fault(ev.RefusalKind.POOL_UNUSABLE, "the ledger cannot be written")
 
 RETRYABLE_AFTER = {

@@ -82,12 +82,14 @@ def test_writable_mount_that_belongs_to_root_is_refused_naming_the_chown(
     assert found("auto", f"{tmp_path}:/data") == []
 
 
-def test_seccomp_profile_and_binary_have_to_exist(tmp_path: Path) -> None:
+def test_seccomp_profile_and_binary_have_to_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = tmp_path / "seccomp.json"
     settings = Settings(sandbox={"seccomp": str(profile), "binary": "no-such-engine"})
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert check_host(settings, 64 * GIB) == [
         f"sandbox.seccomp: there is no file {profile} on this host",
-        "sandbox.binary: there is no command no-such-engine on this host",
+        "sandbox.binary: there is no command no-such-engine on this host (PATH is /usr/bin:/bin); install it, or change the "
+        "setting (empty: docker or podman, whichever answers)",
     ]
     profile.write_text("{}")
     assert check_host(Settings(sandbox={"seccomp": str(profile), "binary": "sh"}), 64 * GIB) == []

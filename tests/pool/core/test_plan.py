@@ -9,7 +9,7 @@ import pytest
 from pool.core import events as ev
 from pool.core.events import Policy, RefusalKind
 from pool.core.handlers import Phase
-from tests.support.core import NO_IMAGE, UNREACHABLE, UNUSABLE, Core
+from tests.support.core import NO_IMAGE, NOT_INSTALLED, UNREACHABLE, UNUSABLE, Core
 
 A, B = ("agent", "a"), ("agent", "b")
 BARE = Policy(min_standby=0, max_sandboxes=2)
@@ -373,6 +373,20 @@ def test_an_unreachable_engine_refuses_and_comes_back() -> None:
     core.feed(ev.EngineDown(UNREACHABLE, 3.0))
     core.acquire("a")
     assert core.only(ev.Refuse).refusal == ev.Refusal(RefusalKind.ENGINE_UNAVAILABLE, UNREACHABLE.message, 3.0)
+    core.feed(ev.EngineUp())
+    assert core.granted("a")
+
+
+def test_an_engine_that_is_not_installed_names_no_time_and_is_back_once_it_answers() -> None:
+    core = Core(BARE)
+    core.acquire("a")
+    for _ in range(5):
+        core.feed(ev.EngineDown(NOT_INSTALLED, 3.0))
+    core.acquire("b")
+    refused = ev.Refusal(RefusalKind.ENGINE_UNAVAILABLE, NOT_INSTALLED.message, permanent=True)
+    assert core.only(ev.Refuse).refusal == refused
+    assert not core.state.waiters
+    assert not core.state.health.starts.failures
     core.feed(ev.EngineUp())
     assert core.granted("a")
 

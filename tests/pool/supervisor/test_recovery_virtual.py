@@ -12,6 +12,7 @@ import pytest
 import trio.lowlevel
 from trio.testing import MockClock
 
+from executor.engine.protocol import EngineInfo
 from executor.errors import EngineFailed, EngineUnavailable, PoolExhausted
 from executor.result import CallResult
 from executor.sandbox.profile import LABEL_POOL
@@ -25,6 +26,7 @@ from pool.supervisor.sweep import LOOK_PATIENCE
 from tests.support.pools import (
     LATENCY,
     assert_balanced,
+    assert_closed,
     count,
     outcome,
     running,
@@ -228,6 +230,42 @@ async def test_waiter_whose_wait_ends_while_starts_fail_is_told_so_and_not_that_
         assert (error.started, error.retryable) == (False, True)
         assert error.retry_after
         one.engine.always.clear()
+
+
+@pytest.mark.parametrize("jitter", JITTERS)
+async def test_engine_command_that_is_installed_while_the_pool_runs_is_found_without_a_restart(
+    state_dir: Path, jitter: float
+) -> None:
+    missing = True
+
+    async def find() -> tuple[ScriptedEngine, EngineInfo]:
+        if missing:
+            raise EngineUnavailable("sandbox.binary: there is no such command", retryable=False)
+        return await engine.find()
+
+    async with ScriptedEngine(latency=LATENCY) as engine, SandboxPool(settings_of(state_dir), find=find) as pool:
+        one = Watched(pool, engine, jitter)
+        for _ in range(20):
+            for ask in (
+                lambda: pool.acquire("agent", "session"),
+                lambda: pool.call_cold(["true"]),
+                pool.ready,
+            ):
+                began = anyio.current_time()
+                error = await outcome(ask)
+                assert type(error) is EngineUnavailable, error
+                assert (str(error), error.retryable) == ("sandbox.binary: there is no such command", False)
+                assert (error.retry_after, error.started) == (None, False)
+                assert anyio.current_time() - began == pytest.approx(0.0, abs=0.2)
+            await anyio.sleep(7.0)
+        assert pool.snapshot().fault == "EngineUnavailable"
+        assert not pool._shell.state.health.starts.failures
+        missing = False
+        one.begin()
+        assert await one.next(ev.EngineUp) <= 5.0 + 1.0
+        assert pool.snapshot().fault is None
+        assert isinstance(await pool.acquire("agent", "session"), Session)
+    assert_closed(pool, engine)
 
 
 # --- the machine sleeps -------------------------------------------------------------------------------------------------
