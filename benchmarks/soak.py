@@ -47,10 +47,11 @@ def main(
         ),
     ] = None,
 ) -> None:
-    """Use one pool as roughly as it can be used, and see that every call ends once and that nothing grows.
+    """Put one pool under heavy load, and check that every call ends exactly once and that nothing grows.
 
-    Needs an engine and the image. Ctrl-C ends the load early; the rest and the report follow. Exit status 1 where the
-    soak failed, and the last lines say of what.
+    Needs an engine and the image. Ctrl-C ends the load early; the rest and the report follow.
+
+    Exits with status 1 if the soak failed; the last lines say why.
     """
     notes = Console(stderr=True, highlight=False)
     try:
