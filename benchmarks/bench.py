@@ -104,7 +104,7 @@ def temporary_state() -> Iterator[Path]:
     try:
         yield place / "state"
     finally:
-        # A container that could not be removed is in the ledger still, and the log told where that is.
+        # A container that could not be removed is still in the ledger, and the log says where that is.
         if not any((place / "state" / "ledger").glob("*")):
             shutil.rmtree(place)
 
@@ -118,7 +118,7 @@ async def at_rest(pool: SandboxPool, *, standby: int = 0, bound: int = 0) -> Non
 async def until(pool: SandboxPool, reached: Callable[[], bool], what: str) -> None:
     """Wait until the pool has ``reached`` something. Raises ``BenchmarkError`` where it does not in time."""
     with anyio.move_on_after(PATIENCE):
-        while not reached():  # noqa: ASYNC110 - a snapshot is all that a pool tells from outside
+        while not reached():  # noqa: ASYNC110 - from outside, a pool can only be polled
             await anyio.sleep(0.005)
         return
     fault = pool.snapshot().fault

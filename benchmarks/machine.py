@@ -33,7 +33,7 @@ def machine(bench: Bench, backend: str) -> Facts:
 
 
 def cpu_model(place: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name as the kernel tells it; its architecture where the kernel tells none."""
+    """The processor's name from the kernel, or its architecture if the kernel gives no name."""
     try:
         lines = place.read_text("utf-8", "replace").splitlines()
     except OSError:

@@ -51,7 +51,7 @@ STEPS = (
     ("said", "runner: take the rest of the output, report"),
     ("read", "the stream back, and the host's waking"),
     ("woke", "host: check the report, wake the caller"),
-    ("end", "host: result, audit line, the core's books"),
+    ("end", "host: result, audit line, the core's state"),
 )
 
 

@@ -19,7 +19,7 @@ from pool.config.load import Settings
 
 
 class Progress(Protocol):
-    """Whom the measuring tells how far it is."""
+    """Receives the progress of a measurement."""
 
     def begins(self, rounds: int) -> None:
         """Everything is warm, and the rounds that count begin."""

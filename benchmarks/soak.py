@@ -34,7 +34,8 @@ def main(
         typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is stdout, and nothing else then."),
     ] = "",
     seed: Annotated[
-        int | None, typer.Option(min=0, help="What is done, and when, is drawn from it (default: a new one, told).")
+        int | None,
+        typer.Option(min=0, help="What is done, and when, is drawn from it (default: a new one, which is printed)."),
     ] = None,
     sandboxes: Annotated[int, typer.Option(min=2, max=1_000, help="The pool's max_sandboxes.")] = 8,
     clients: Annotated[int, typer.Option(min=1, max=10_000, help="Callers at once.")] = 8,
@@ -46,10 +47,11 @@ def main(
         ),
     ] = None,
 ) -> None:
-    """Use one pool as roughly as it can be used, and see that every call ends once and that nothing grows.
+    """Put one pool under heavy load, and check that every call ends exactly once and that nothing grows.
 
-    Needs an engine and the image. Ctrl-C ends the load early; the rest and the report follow. Exit status 1 where the
-    soak failed, and the last lines say of what.
+    Needs an engine and the image. Ctrl-C ends the load early; the rest and the report follow.
+
+    Exits with status 1 if the soak failed; the last lines say why.
     """
     notes = Console(stderr=True, highlight=False)
     try:
@@ -87,11 +89,11 @@ def _soaked(
     soak = Soak(scale=scale, minutes=minutes)
     soak.tap.install()
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         notes.print(f"soak: {text}")
 
-    tell(f"seed {scale.seed}")
-    anyio.run(run, settings, soak, backend.value, tell, backend=backend.value)
+    report(f"seed {scale.seed}")
+    anyio.run(run, settings, soak, backend.value, report, backend=backend.value)
     show(soak, notes if json_file == "-" else Console(highlight=False))
     if json_file:
         text = json.dumps(as_json(soak), indent=2) + "\n"

@@ -10,8 +10,8 @@ from benchmarks.stats import percentile
 from executor.errors import EmberpoolError
 from executor.result import CallResult
 
-MOST_TOLD = 10
-"""Descriptions kept of things that must never happen: the first ones tell what is wrong, the others are counted."""
+MOST_KEPT = 10
+"""Descriptions kept of things that must never happen: the first ones are kept, the others only counted."""
 
 ErrorKind = tuple[str, str, bool]
 """An error's ``reason``, the ``cause`` of a sandbox's death (else ``""``), and whether it is ``retryable``."""
@@ -22,12 +22,12 @@ class Oddities:
     """Things that must never happen: how many, and the first of them in words."""
 
     count: int = 0
-    told: list[str] = field(default_factory=list)
+    first: list[str] = field(default_factory=list)
 
     def add(self, text: str) -> None:
         self.count += 1
-        if len(self.told) < MOST_TOLD:
-            self.told.append(text)
+        if len(self.first) < MOST_KEPT:
+            self.first.append(text)
 
 
 @dataclass(slots=True)

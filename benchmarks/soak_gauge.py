@@ -65,7 +65,7 @@ class Gauge:
     async def at_rest(self, min_standby: int) -> bool:
         """Wait until the pool has its standbys and nothing else; false where it has not in time."""
         with anyio.move_on_after(REST_PATIENCE):
-            while not self._rests(min_standby):  # noqa: ASYNC110 - a snapshot is all that a pool tells from outside
+            while not self._rests(min_standby):  # noqa: ASYNC110 - from outside, a pool can only be polled
                 await anyio.sleep(0.05)
             return True
         return False
@@ -133,7 +133,7 @@ class Gauge:
         return found, others
 
     def _daemons(self) -> list[int]:
-        """The engine's daemon and its containerd; empty where it cannot be told which processes they are."""
+        """The engine's daemon and its containerd; empty if it is not known which processes they are."""
         if self._info.private:
             daemon = find_daemon(engine_paths())
             found = [daemon.pid] if daemon else []

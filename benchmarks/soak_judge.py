@@ -96,7 +96,7 @@ def grown(before: Reading, after: Reading) -> list[str]:
 
 
 def miscounted(reading: Reading, min_standby: int) -> list[str]:
-    """What of the containers at rest is not what the pool was told to keep."""
+    """Faults where the containers at rest differ from what the pool is configured to keep."""
     faults = []
     if (reading.containers, reading.running) != (min_standby, min_standby):
         faults.append(
@@ -118,22 +118,22 @@ def unbalanced(name: str, tally: Tally) -> list[str]:
     ]
 
 
-def misled(books: PoolState, told: int, *, ended_early: bool) -> list[str]:
-    """What the books show that must not be. ``told`` is how many calls the pool's own log told the end of."""
+def misled(books: PoolState, ended: int, *, ended_early: bool) -> list[str]:
+    """Faults that the records show. ``ended`` is the number of calls whose end the pool's own log reports."""
     return [
         *unbalanced("calls", books.calls),
         *unbalanced("acquires", books.acquires),
-        *([f"the pool's log told of {told} calls, and callers made {books.calls.accepted}"]
-          if told != books.calls.accepted else []),
-        *_odd("results are not what the code must have done", books.wrong.count, books.wrong.told),
-        *_odd("ends are neither a result nor an error", books.strange.count, books.strange.told),
+        *([f"the pool's log reported {ended} calls, and callers made {books.calls.accepted}"]
+          if ended != books.calls.accepted else []),
+        *_odd("results are not what the code must have done", books.wrong.count, books.wrong.first),
+        *_odd("ends are neither a result nor an error", books.strange.count, books.strange.first),
         # Whoever ends a soak early leaves no time to recover.
         *([] if ended_early else _lost(books)),
     ]  # fmt: skip
 
 
-def _odd(what: str, count: int, told: list[str]) -> list[str]:
-    return [f"{count} {what}; the first: {'; '.join(told[:3])}"] if count else []
+def _odd(what: str, count: int, first: list[str]) -> list[str]:
+    return [f"{count} {what}; the first: {'; '.join(first[:3])}"] if count else []
 
 
 def _lost(books: PoolState) -> Iterator[str]:

@@ -64,7 +64,7 @@ class Load:
             await self._turn(Turn(session="session-0", patience=PATIENCE, steps=steps), healers)
 
     async def run(self, name: str, seconds: float) -> None:
-        """Load the pool for ``seconds``, and until what is under way then has ended. ``name`` tells runs of one seed apart.
+        """Load the pool for ``seconds``, and until what is under way then has ended. ``name`` distinguishes runs of one seed.
 
         Cancelled, all that is under way is cancelled too, and the books still balance.
         """

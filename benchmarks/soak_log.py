@@ -18,7 +18,7 @@ ENDED = "call.ended"
 
 class LogTap:
     """A structlog processor that counts, and lets through only what is an error. ``starts`` is how many sandboxes the
-    pool told to have started; ``stops`` the reasons for which it stopped some; ``warnings`` what it warned of."""
+    pool reported as started; ``stops`` the reasons for which it stopped some; ``warnings`` what it warned of."""
 
     def __init__(self) -> None:
         self.calls = self.starts = 0

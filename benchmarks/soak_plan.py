@@ -142,7 +142,7 @@ def _cancel(dice: Random, token: str) -> Step:
 
 
 def _kill_runner(dice: Random, token: str) -> Step:
-    # The line before the kill tells its moment to whoever waits outside; it needs the runner to get there.
+    # The line before the kill reports its moment to the process that waits outside; it needs the runner to get there.
     code = "import os, signal, time\nprint('now', flush=True)\ntime.sleep(0.1)\nos.kill(os.getppid(), signal.SIGKILL)"
     return Step(kind="kill_runner", code=code, ends="no answer")
 

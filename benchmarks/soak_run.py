@@ -69,16 +69,16 @@ class _Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a soak runs in: the event loop's name, whom to tell what is being done, and a task group that outlives it."""
+    """What a soak runs in: the event loop's name, the function that prints progress, and a task group that outlives it."""
 
     backend: str
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
     interrupt: _Interrupt
     tasks: TaskGroup
 
 
-async def run(settings: Settings, soak: Soak, backend: str, tell: Callable[[str], None]) -> None:
-    """Carry a soak out, and write into it what came of it; ``tell`` is told what is being done.
+async def run(settings: Settings, soak: Soak, backend: str, report: Callable[[str], None]) -> None:
+    """Carry a soak out, and write the outcome into it; ``report`` is called with what is being done.
 
     SIGINT and SIGTERM end the loading early; what follows it is done as always. Raises ``EmberpoolError`` or
     ``BenchmarkError`` where there is nothing to soak, or the engine is lost.
@@ -89,7 +89,7 @@ async def run(settings: Settings, soak: Soak, backend: str, tell: Callable[[str]
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(interrupt.listen, signals)
             try:
-                await _soak(settings, soak, Setting(backend, tell, interrupt, tasks))
+                await _soak(settings, soak, Setting(backend, report, interrupt, tasks))
             except (EmberpoolError, BenchmarkError) as error:
                 # Kept, not raised: a task group would wrap it.
                 failures.append(error)
@@ -119,7 +119,7 @@ async def _soak(settings: Settings, soak: Soak, setting: Setting) -> None:
         await _count_what_is_left(soak, gauge, place)
     soak.faults += misled(soak.books, soak.tap.calls, ended_early=soak.interrupted)
     if soak.tap.errors.count:
-        soak.faults.append(f"the pool logged {soak.tap.errors.count} errors: {'; '.join(soak.tap.errors.told[:3])}")
+        soak.faults.append(f"the pool logged {soak.tap.errors.count} errors: {'; '.join(soak.tap.errors.first[:3])}")
 
 
 async def _load_and_rest(soak: Soak, load: Load, gauge: Gauge, setting: Setting) -> None:
@@ -128,15 +128,15 @@ async def _load_and_rest(soak: Soak, load: Load, gauge: Gauge, setting: Setting)
     warm_up = min(WARM_UP_MOST, max(WARM_UP_LEAST, WARM_UP * seconds))
 
     async def warm() -> None:
-        setting.tell(f"warming up: every kind of step once, then {warm_up:.0f} s of them all")
+        setting.report(f"warming up: every kind of step once, then {warm_up:.0f} s of them all")
         await load.once_each()
         await load.run("warm-up", warm_up)
-        setting.tell("resting")
+        setting.report("resting")
         if await gauge.at_rest(standby):
             soak.before = await gauge.settled(standby)
 
     async def work() -> None:
-        setting.tell(f"loading for {soak.minutes:g} minutes")
+        setting.report(f"loading for {soak.minutes:g} minutes")
         began = anyio.current_time()
         try:
             await load.run("load", seconds)
@@ -145,7 +145,7 @@ async def _load_and_rest(soak: Soak, load: Load, gauge: Gauge, setting: Setting)
 
     await setting.interrupt.until_then(warm)
     await setting.interrupt.until_then(work)
-    setting.tell("resting")
+    setting.report("resting")
     before = soak.before
     if not await gauge.at_rest(standby):
         soak.faults.append(f"the pool did not come to rest within {REST_PATIENCE:g} s: {load.pool.snapshot()}")
@@ -164,7 +164,7 @@ async def _count_what_is_left(soak: Soak, gauge: Gauge, place: Path) -> None:
     if gauge.lost:
         soak.faults.append(gauge.lost)
     elif gauge.created != gauge.destroyed:
-        soak.faults.append(f"the engine told of {gauge.created} containers created and {gauge.destroyed} destroyed")
+        soak.faults.append(f"the engine reported {gauge.created} containers created and {gauge.destroyed} destroyed")
     if left := [*await gauge.containers(), *(entry.name for entry in (place / "ledger").glob("*"))]:
         soak.faults.append(f"the closed pool left behind: {', '.join(sorted(set(left)))}")
 

@@ -52,7 +52,7 @@ async def counted(books: PoolState, tally: Tally, once: Callable[[], Awaitable[_
         raise
     except Left:
         tally.cancelled += 1
-    except Exception as error:  # no caller was ever told to expect it
+    except Exception as error:  # no documented error of a call
         books.strange.add(f"{type(error).__name__}: {error}")
     return None
 

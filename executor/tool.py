@@ -1,4 +1,4 @@
-"""A gateway's Python tool: what it is, the source of its call, and what the call's result means for whoever asked.
+"""A gateway's Python tool: what it is, the source of its call, and what the call's result means for the caller.
 
 The contract. The arguments are one JSON object on stdin. The function named like the tool is called with them as keywords;
 what it prints, by whatever means, goes to stderr, and what it returns is the result: a string as it is, nothing for

@@ -1,4 +1,4 @@
-"""Log configuration for commands. The library never configures logging; whoever embeds the pool does, as it likes."""
+"""Log configuration for commands. The library never configures logging; the program that embeds the pool does."""
 
 from __future__ import annotations
 

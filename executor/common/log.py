@@ -16,7 +16,7 @@ import structlog
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _DEPTH = 4
-"""Frames between ``logging``'s own code and whoever logged, so that a record names that place."""
+"""Frames between ``logging``'s own code and the caller that logged, so that a record names that place."""
 
 
 class _Count:

@@ -78,7 +78,7 @@ class Watch:
             self.died.set()
         elif event.action == "pause":
             # Only a hand does this. Nothing in there runs or can be asked any more, and nobody says for how long: to
-            # whoever waits for it, it has ended, and its owner removes it.
+            # anyone who waits for it, it has ended, and its owner removes it.
             self.paused = True
             self.died.set()
         elif event.action == "destroy":

@@ -98,7 +98,7 @@ async def client(
 
 
 def heed_children() -> None:
-    """Undo an ignored SIGCHLD, which a process inherits from whoever starts it: under it the kernel does not keep how a child
+    """Undo an ignored SIGCHLD, which a process inherits from the process that starts it: under it the kernel does not keep how a child
     ended, and every command of the engine would seem to fail.
 
     Only a program's main thread can; from another one this raises ``EngineUnavailable``.

@@ -41,7 +41,7 @@ class ProcessTree:
         with anyio.move_on_after(patience):
             while True:
                 await self.look()
-                # All of the group at once: who forks as fast as it can outruns whoever goes from one to the next.
+                # All of the group at once: who forks as fast as it can outruns a loop that kills one after the other.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.leader, signal.SIGKILL)
                 if not self._known:

@@ -41,7 +41,7 @@ def read_exactly(size):
 
 
 def become(program, env):
-    # Python ignores two of these, and whoever started this may ignore others: a program must find them at their defaults.
+    # Python ignores two of these, and the process that started this may ignore others: a program must find them at their defaults.
     for number in range(1, _signal.NSIG):
         try:
             _signal.signal(number, _signal.SIG_DFL)

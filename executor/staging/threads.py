@@ -1,6 +1,6 @@
 """Read directories of this host in threads that may hang, without taking anything else along.
 
-A network directory whose server has gone blocks whoever looks at it, for good, and nothing ends that thread. So such work has
+A network directory whose server has gone blocks a thread that accesses it for good, and nothing ends that thread. So such work has
 threads of its own, neither the event loop's nor the gateway's; its caller stops waiting at its deadline or when it is
 cancelled, and the thread is abandoned. While a directory has one, no further thread is spent on it.
 """
@@ -111,7 +111,7 @@ class StagingThreads:
             left = min(place.hung.values()) + HUNG - anyio.current_time()
             if left <= 0:
                 raise StagingFailed(
-                    f"{place.what!r:.300} hangs: whoever reads it gets no answer; look after its file system",
+                    f"{place.what!r:.300} hangs: reading it gets no answer; check its file system",
                     retry_after=HUNG,
                 )
             with anyio.move_on_after(left):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from importlib.metadata import version
 from typing import Annotated
 
@@ -25,6 +26,22 @@ app.command("doctor")(doctor)
 app.command("launch-check")(launch_check)
 app.command("call")(call)
 app.command("cleanup")(cleanup)
+
+
+def _join_help_lines(group: typer.Typer) -> None:
+    """Make each paragraph of the commands' help one line, so that it wraps at the width of the terminal.
+
+    typer takes the help from the docstring and keeps its line breaks in all paragraphs but the first.
+    """
+    for command in group.registered_commands:
+        paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
+    for added in group.registered_groups:
+        if added.typer_instance is not None:
+            _join_help_lines(added.typer_instance)
+
+
+_join_help_lines(app)
 
 
 def _version(wanted: bool) -> None:

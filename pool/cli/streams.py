@@ -35,7 +35,7 @@ class _Output(io.FileIO):
                 break
             if written is not None:
                 return written
-            select.select([], [self], [])  # whoever started this has made it non-blocking
+            select.select([], [self], [])  # the parent process has made it non-blocking
         return len(memoryview(data).cast("B"))
 
 
@@ -57,7 +57,7 @@ def finish() -> None:
     sys.stdout.flush()
     if raw.lost is None:
         return
-    if raw.lost.errno != errno.EPIPE:  # whoever closes a pipe has read enough
+    if raw.lost.errno != errno.EPIPE:  # a reader that closes a pipe has read enough
         sys.stderr.write(f"error: stdout cannot be written: {raw.lost.strerror}; what was to be said there is lost\n")
         sys.stderr.flush()
     raise SystemExit(LOST)
@@ -71,7 +71,7 @@ def read_stdin(most: int) -> bytes:
         raw: Any = getattr(sys.stdin.buffer, "raw", sys.stdin.buffer)
         while (chunk := raw.read(_CHUNK)) != b"":
             if chunk is None:
-                select.select([sys.stdin], [], [])  # whoever started this has made it non-blocking
+                select.select([sys.stdin], [], [])  # the parent process has made it non-blocking
                 continue
             data += chunk
             if len(data) > most:

@@ -115,7 +115,7 @@ def _retire(state: PoolState, now: float) -> None:
 
 
 def _refuse_lost(state: PoolState, now: float) -> None:
-    """Answer whoever waits for what cannot come: a closing pool, a lost generation, a worn-out session."""
+    """Answer the waiters for what cannot come: a closing pool, a lost generation, a worn-out session."""
     policy = state.policy
     for waiter in list(state.waiters.values()):
         if state.closing:
@@ -161,7 +161,7 @@ def _bind(state: PoolState, now: float) -> None:
 
 
 def _refuse_faulty(state: PoolState, now: float) -> None:
-    """While sandboxes cannot be had, refuse whoever would wait for one; a due trial comes first."""
+    """While sandboxes cannot be had, refuse callers that would wait for one; a due trial comes first."""
     refuses = state.health.refuses(now)
     if refuses is None:
         return
@@ -205,9 +205,9 @@ def _admit_cold(state: PoolState) -> None:
 
 
 def _reclaim(state: PoolState, claims: int, now: float) -> None:
-    """Under pressure, whoever waits takes the place of the session that has been idle longest.
+    """Under pressure, a waiter takes the place of the session that has been idle longest.
 
-    No more places are taken than starts can use now: whoever stops waiting before its start has cost nobody's state.
+    No more places are taken than starts can use now: a waiter that stops waiting before its start has cost no session its state.
     """
     after, health = state.policy.reclaim_idle_after, state.health
     starting, standing = len(state.in_phase(Phase.STARTING)), len(state.in_phase(Phase.STANDBY))

@@ -66,7 +66,7 @@ class Waiter:
 @dataclass(slots=True)
 class Circuit:
     """Failures in a row of one kind of work. After one there is one trial at a time, none before ``retry_at``. Once
-    ``fault`` is set the circuit is open: whoever would wait for such work is refused with it until the next trial. ``last`` is what went wrong last, open or
+    ``fault`` is set the circuit is open: a caller that would wait for such work is refused with it until the next trial. ``last`` is what went wrong last, open or
     not."""
 
     failures: int = 0

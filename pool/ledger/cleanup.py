@@ -29,7 +29,7 @@ LATE_START = 120.0
 hung may carry it out after all."""
 
 JUST_MADE = 60.0
-"""Seconds for which a one-shot directory without an identity is left to whoever is making it."""
+"""Seconds for which a one-shot directory without an identity is left to the process that creates it."""
 
 _ONE_SHOT = re.compile(r"one-shot-[0-9a-f]{12}\Z", re.ASCII)
 """As `emberpool call` names its directories; a pool that somebody calls one-shot-something is none."""

@@ -76,7 +76,7 @@ def take_lock(path: Path) -> HeldLock:
     except BaseException:
         lock.close()
         raise
-    # For people only: whoever it names, dead or alive, the lock alone decides. So a full disk is no reason to refuse.
+    # For people only: the lock alone decides, whether the process that it names is dead or alive. So a full disk is no reason to refuse.
     with suppress(OSError):
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} {datetime.now(UTC).isoformat(timespec='seconds')}\n".encode(), 0)

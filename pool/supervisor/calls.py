@@ -153,7 +153,7 @@ class Calls:
         deadline, poisoned, entry = began + call.timeout, "", AuditEntry(call, began)
         try:
             shell.feed(ev.CallWanted(waiter, key, epoch, deadline, n), now)
-            if place.answer is None:  # whoever has its turn at once looks for a cancel when it begins
+            if place.answer is None:  # a call that has its turn at once checks for a cancel when it begins
                 await place.answered()
                 now = anyio.current_time()
             if isinstance(place.answer, ev.Refuse):

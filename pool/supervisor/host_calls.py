@@ -103,7 +103,7 @@ class HostCalls:
         )
 
     def _leave(self) -> None:
-        """Hand the place to whoever waits longest."""
+        """Hand the place to the caller that has waited longest."""
         if self._waiting and not self._closed:
             waiter = self._waiting.popleft()
             waiter.granted = True

@@ -32,7 +32,7 @@ class Owner(Protocol):
         """Refuse new work, and end what runs at ``deadline`` or at an earlier one that was named before; that one."""
 
     def give_up(self, error: PoolUnusable) -> None:
-        """End whoever waits or runs: the supervisor is no more."""
+        """End all waiters and running calls: the supervisor has ended."""
 
     async def clear_away(self, *, everything: bool) -> None:
         """Remove what may still be on the engine, ``everything`` or what is in no use."""
@@ -59,7 +59,7 @@ class Lifecycle:
     # --- who may use it -----------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
-        """Raise ``PoolUnusable`` or ``PoolClosed`` unless the pool runs, and on the loop of whoever asks."""
+        """Raise ``PoolUnusable`` or ``PoolClosed`` unless the pool runs, and on the loop of the caller."""
         loop = self._require_process()
         if self.ended or self._failure is not None:
             raise self.error() or PoolClosed("the pool is closed")
@@ -158,7 +158,7 @@ class Lifecycle:
     def close_soon(self, drain: float) -> None:
         """Begin the close, from any thread or a signal handler. It then goes on by itself."""
         loop = self._require_process()
-        self.draining = True  # at once: whoever comes next is refused already
+        self.draining = True  # at once: the next caller is refused already
         loop.call_soon(lambda: self._begin_close(drain))
 
     async def close(self, drain: float) -> None:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def yielding(method: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Let other tasks run before an error is raised: whoever tries again at once must not keep them from it."""
+    """Let other tasks run before an error is raised: a caller that retries at once must not keep them from it."""
 
     @wraps(method)
     async def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:

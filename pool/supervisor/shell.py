@@ -138,7 +138,7 @@ class Shell:
     # --- callers' places ----------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
-        """Raise ``PoolUnusable`` or ``PoolClosed`` unless the pool takes work, from whoever asks."""
+        """Raise ``PoolUnusable`` or ``PoolClosed`` unless the pool accepts work from the caller."""
         self.life.require_open()
         if self.state.closing or self.life.draining:
             raise PoolClosed("the pool is closing")

@@ -24,7 +24,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.soak import app
-from benchmarks.soak_books import MOST_TOLD, Oddities, PoolState, Share, Tally, Wound
+from benchmarks.soak_books import MOST_KEPT, Oddities, PoolState, Share, Tally, Wound
 from benchmarks.soak_judge import LIMITS, Limit, Reading, grown, is_judged, miscounted, misled, unbalanced
 from benchmarks.soak_load import Scale
 from benchmarks.soak_log import LogTap
@@ -171,9 +171,9 @@ def test_a_share_of_nothing_has_no_rate() -> None:
 
 def test_only_the_first_oddities_are_told_and_all_are_counted() -> None:
     odd = Oddities()
-    for n in range(MOST_TOLD + 5):
+    for n in range(MOST_KEPT + 5):
         odd.add(f"{n}")
-    assert (odd.count, odd.told) == (MOST_TOLD + 5, [str(n) for n in range(MOST_TOLD)])
+    assert (odd.count, odd.first) == (MOST_KEPT + 5, [str(n) for n in range(MOST_KEPT)])
 
 
 # Requests
@@ -197,7 +197,7 @@ async def test_every_way_in_which_a_request_can_end_is_booked_once() -> None:
     assert (tally.accepted, tally.ended, tally.cancelled) == (3, 3, 1)
     assert unbalanced("calls", tally) == []
     assert await counted(books, tally, lambda: ends(KeyError("oh"))) is None
-    assert (books.strange.count, books.strange.told) == (1, ["KeyError: 'oh'"])
+    assert (books.strange.count, books.strange.first) == (1, ["KeyError: 'oh'"])
     assert len(unbalanced("calls", tally)) == 1
 
 
@@ -277,7 +277,7 @@ def test_the_pools_log_and_the_callers_must_have_counted_the_same_calls() -> Non
     books = PoolState()
     books.calls.accepted = books.calls.cancelled = 3
     assert misled(books, 3, ended_early=False) == []
-    assert misled(books, 4, ended_early=False) == ["the pool's log told of 4 calls, and callers made 3"]
+    assert misled(books, 4, ended_early=False) == ["the pool's log reported 4 calls, and callers made 3"]
 
 
 def test_wrong_answers_strange_ends_and_unhealed_sessions_are_faults() -> None:
@@ -380,7 +380,7 @@ def test_the_log_is_counted_and_only_errors_are_let_through(capsys: pytest.Captu
     log.error("pool.left_behind", hint="look there")
     assert (tap.calls, tap.starts) == (1, 1)
     assert (tap.stops, tap.warnings) == (Counter(idle=1), Counter({"runner.lost": 1}))
-    assert tap.errors.told == ["pool.left_behind: look there"]
+    assert tap.errors.first == ["pool.left_behind: look there"]
     said = capsys.readouterr()
     assert said.out == ""
     assert [json.loads(line)["event"] for line in said.err.splitlines()] == ["pool.left_behind"]

@@ -51,7 +51,7 @@ def of_the_container(scene: Scene, hit: Hit) -> None:
     score(int(scene.daemon.docker("inspect", "--format", "{{.State.Pid}}", hit.container)), 1000)
 
 
-async def test_memory_that_runs_out_is_told_as_what_it_ended(
+async def test_out_of_memory_is_reported_for_the_process_that_it_ended(
     daemon: Daemon, state_dir: Path, recoveries: list[Recovery]
 ) -> None:
     settings = pool_settings(state_dir, sandbox={"memory_mb": 64})

@@ -147,7 +147,7 @@ async def test_out_of_memory_is_told_from_other_kills_and_the_sandbox_lives(real
         assert (after.stdout, after.oom_killed) == (b"alive\n", False)
 
 
-async def test_used_up_cpu_limit_is_told(real_engine: Room) -> None:
+async def test_used_up_cpu_limit_is_reported(real_engine: Room) -> None:
     async with real_engine.sandbox(profile={"limits": Limits(cpu_seconds=1)}) as box:
         result = await box.call(Call(code="while True: pass"))
         assert (result.cpu_limit, result.exit_code, result.timed_out) == (True, None, False)

@@ -261,7 +261,7 @@ ENDS: dict[str, tuple[str, bool, str]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-async def test_each_way_to_end_is_told(shop: Shop, place: str) -> None:
+async def test_each_way_to_end_is_reported(shop: Shop, place: str) -> None:
     told = {}
     for name, (body, *_) in ENDS.items():
         shop.tools.write("ends/ends.py", f"def ends({'x' if name == 'argument' else ''}):\n    {body}\n")

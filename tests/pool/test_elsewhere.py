@@ -140,7 +140,7 @@ def test_a_second_run_is_refused_by_every_method_and_the_first_left_nothing(stat
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_a_loop_that_was_left_without_an_end_is_told_as_such(state_dir: Path) -> None:
+def test_error_says_that_the_loop_ended_before_the_pool_was_closed(state_dir: Path) -> None:
     loop, engine = asyncio.new_event_loop(), ScriptedEngine()
 
     async def first() -> tuple[SandboxPool, Session]:

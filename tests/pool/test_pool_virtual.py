@@ -457,7 +457,7 @@ async def test_an_engine_that_is_down_refuses_at_once_and_heals(engine: Scripted
         assert (await (await pool.acquire("agent", "session")).call(code="echo back")).ok
 
 
-async def test_an_engine_that_is_killed_under_a_call_is_told_as_such(engine: ScriptedEngine, state_dir: Path) -> None:
+async def test_engine_killed_during_a_call_is_the_reported_cause(engine: ScriptedEngine, state_dir: Path) -> None:
     async with running(engine, settings_of(state_dir, restart_limit=1)) as pool:
         session = await pool.acquire("agent", "session")
         for _ in range(3):
@@ -634,7 +634,9 @@ async def test_closing_lets_a_running_call_finish(engine: ScriptedEngine, state_
 
 
 @pytest.mark.parametrize("cold", [False, True])
-async def test_a_call_that_outlasts_the_drain_is_told_so(engine: ScriptedEngine, state_dir: Path, cold: bool) -> None:
+async def test_call_that_outlasts_the_drain_is_reported_as_drained(
+    engine: ScriptedEngine, state_dir: Path, cold: bool
+) -> None:
     answers: list[object] = []
     async with anyio.create_task_group() as tasks:
         async with running(engine, settings_of(state_dir, drain_timeout=3)) as pool:

@@ -30,7 +30,7 @@ def read_file(path, size=262144):
 def witness():
     """Return the error number by which the host's seccomp profile is recognised: see executor.sandbox.seccomp.
 
-    No other system call tells it from another filter.
+    No other system call distinguishes it from another filter.
     """
     try:
         os.getpriority(WITNESS_WHICH, 0)

@@ -45,7 +45,7 @@ def test_context_of_the_configuration_is_named_with_its_endpoint(place: Path, mo
 @pytest.mark.parametrize(
     "text", ["", "[]", "no json", '{"currentContext": null}', '{"currentContext": ""}', "[" * 9999]
 )
-def test_configuration_of_an_unknown_form_is_the_clients_to_tell(place: Path, text: str) -> None:
+def test_client_configuration_of_an_unknown_form_is_left_to_the_client(place: Path, text: str) -> None:
     (place / "config.json").write_text(text)
     assert context_in_use() == "default"
 

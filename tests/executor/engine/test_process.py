@@ -129,7 +129,7 @@ print(anyio.run(main, backend=sys.argv[1]))
 """
 
 
-def test_ignored_sigchld_is_set_right_or_told(anyio_backend: str) -> None:
+def test_ignored_sigchld_is_reset_or_reported(anyio_backend: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", UNHEEDED, anyio_backend], capture_output=True, text=True, timeout=60, check=True,
         preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
@@ -293,7 +293,7 @@ async def test_writer_that_is_still_waiting_when_the_channel_goes_is_told() -> N
     assert ends == [BrokenPipeError]
 
 
-async def test_want_of_descriptors_is_told_as_an_engine_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_out_of_descriptors_is_reported_as_engine_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = os.pipe
     made: list[tuple[int, int]] = []
 

@@ -591,7 +591,9 @@ async def test_system_without_handles_on_processes_serves_calls_too(monkeypatch:
     assert (done.timed_out, done.signal) == (True, signal.SIGTERM)
 
 
-async def test_end_that_somebody_else_was_told_is_an_error_and_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exit_status_collected_by_another_waiter_is_an_error_and_no_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken: list[int] = []
 
     def thief(pid: int, options: int) -> tuple[int, int, object]:

@@ -109,7 +109,7 @@ async def test_a_directory_that_hangs_costs_no_further_thread_and_no_other_direc
         error = await outcome(lambda: threads.run("hangs", hanging))
         assert isinstance(error, StagingFailed)
         assert (error.retryable, error.started) == (True, False)
-        assert str(error) == "'hangs' hangs: whoever reads it gets no answer; look after its file system"
+        assert str(error) == "'hangs' hangs: reading it gets no answer; check its file system"
         assert await threads.run("other", lambda: 1) == 1
     assert len(hanging.threads) == 1
     monkeypatch.setattr(staging_threads, "HUNG", 60.0)  # one that is merely slow is waited for
@@ -144,7 +144,7 @@ async def test_threads_that_hang_are_bounded_in_all(hanging: Hanging, monkeypatc
     assert await threads.run("d", lambda: 1) == 1
 
 
-async def test_a_host_without_a_thread_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_host_that_cannot_start_a_thread_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -151,7 +151,7 @@ def test_agents_name_is_quoted_where_the_file_has_to_quote_it() -> None:
     assert [problem.where for problem in caught.value.problems] == ['agents."my agent".memory', 'agents."a.b".call.x']
 
 
-def test_what_is_no_table_is_told_so() -> None:
+def test_value_that_is_not_a_table_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"^agents: 3 is not a table of tables$"):
         Settings(agents=3)  # type: ignore[arg-type] # what a file may hold
     assert problems("agents", a=3) == ["agents.a: 3 is not a table of keys"]

@@ -45,7 +45,7 @@ async def test_resize_is_held_against_the_same_limit(state_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_config_check_and_doctor_tell_of_it() -> None:
+def test_config_check_and_doctor_report_too_few_descriptors() -> None:
     settings = Settings(pool={"max_sandboxes": 100, "overcommit": True})
     assert [text for text in check_host(settings, 1 << 40) if text.startswith("pool.max_sandboxes: 100 sandboxes")]
     assert not [text for text in check_host(Settings(), 1 << 40) if text.startswith("pool.max_sandboxes")]

@@ -175,7 +175,7 @@ def test_what_would_go_is_shown_before_anything_goes(
     assert before == [[str(state_dir), "  container box (bound)"]]
 
 
-def test_json_tells_the_same(engine: ScriptedEngine, state_dir: Path) -> None:
+def test_json_reports_the_same_as_the_text(engine: ScriptedEngine, state_dir: Path) -> None:
     box = engine.foreign("box")
     pool_id = left(state_dir, entry("box", container=box.id))
     place = state_dir.with_name(ONE_SHOT)

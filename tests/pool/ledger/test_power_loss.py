@@ -331,7 +331,7 @@ async def test_a_standby_of_an_earlier_boot_is_not_taken_over(
 
 
 @pytest.mark.anyio
-async def test_a_file_that_no_pool_makes_is_told_of(engine: ScriptedEngine, state_dir: Path) -> None:
+async def test_file_that_no_pool_creates_is_reported(engine: ScriptedEngine, state_dir: Path) -> None:
     StateDirectory.open(state_dir).close()
     (state_dir / "ledger" / "notes.txt").write_text("precious")
     with capture_logs() as lines:

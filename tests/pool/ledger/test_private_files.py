@@ -93,7 +93,7 @@ def test_who_is_named_in_the_lock_file_locks_nobody_out(state_dir: Path, text: s
 
 
 @pytest.mark.parametrize("text", ["", "pid 7\n", "7\033[2J\n", "-1\n", "7 yesterday\n", "9" * 5_000])
-def test_a_lock_file_that_names_nobody_is_told_as_such(state_dir: Path, text: str) -> None:
+def test_error_says_when_the_lock_file_names_no_process(state_dir: Path, text: str) -> None:
     holder = _made(state_dir)
     (state_dir / "lock").write_text(text)
     with pytest.raises(StateLocked, match=r"in use by a live pool \(pid unknown\); stop it"):
