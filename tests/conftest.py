@@ -18,6 +18,7 @@ from typing import Any
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
+import structlog
 
 from executor.engine.locate import find_engine
 from executor.engine.protocol import Engine
@@ -33,8 +34,8 @@ ENGINE_IMAGE = os.environ.get("EMBERPOOL_TEST_IMAGE", "")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the environment as the tests find it, and draw the seeds of random schedules."""
-    config.stash[_ENVIRONMENT] = _environment()
+    """Keep the environment and the logging as the tests find them, and draw the seeds of random schedules."""
+    config.stash[_ENVIRONMENT], config.stash[_LOGGING] = _environment(), structlog.get_config()
     selection.configure(config)
     config.pluginmanager.register(parallel)
 
@@ -57,7 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Fail a test that leaves the environment changed, after all its fixtures: the tests after it would run elsewhere.
+    """Fail a test that leaves the environment or the logging changed, after all its fixtures: the tests after it would run
+    elsewhere, or capture no log.
 
     Two fixtures that set the same variable must take it back in the reverse order, which their names do not show.
     """
@@ -69,9 +71,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         os.environ.update(before)
         changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
         pytest.fail(f"the test left the environment changed: {', '.join(changed)}", pytrace=False)
+    if structlog.get_config() != item.config.stash[_LOGGING]:
+        structlog.reset_defaults()
+        pytest.fail("the test left logging configured; end it with structlog.reset_defaults()", pytrace=False)
 
 
 _ENVIRONMENT = pytest.StashKey[dict[str, str]]()
+_LOGGING = pytest.StashKey[dict[str, Any]]()
 
 
 def _environment() -> dict[str, str]:

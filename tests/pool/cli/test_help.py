@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+import structlog
 from typer.testing import CliRunner
 
 from pool.cli.main import app
 
 COMMANDS = ["call", "cleanup", "doctor", "launch-check", "tool run", "config check"]
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
